@@ -1,0 +1,213 @@
+"""The loss rule: what one update is the gradient of.
+
+A *scope* is one entry of `accumulate`, or all that happens between two steps where `accumulate` is not used. A
+*window* is the run of scopes that makes one update. Every scope has one weight n per rank: the items that its loss
+is a mean or a sum over. However scopes, ranks and counts fall,
+
+    gradient of the update = sum over scopes and ranks of gradient(loss sum) / sum over scopes and ranks of n
+
+An engine accumulates gradients and, with several ranks, divides their sum by its `divisor` (the number of ranks where
+it averages, 1 where it adds up). So each loss is divided before its backward, and the accumulated gradient is
+multiplied once at the end:
+
+    loss divided by    base / (n * divisor)  for a mean,   base / divisor  for a sum
+    gradient times     base / total items
+
+`base` is any number that is the same for a whole window on all ranks. Where the total is known beforehand it *is* the
+total, and nothing is left to multiply: a window of W equal batches is exactly `loss / W`. Elsewhere it is a power of
+two, so that the result does not depend on it in any bit.
+
+Pure: counts in, factors out. No tensors, no ranks to talk to, no engine.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from enum import StrEnum
+
+from drivetrain.errors import TrainingStepError
+
+
+class Form(StrEnum):
+    """What the losses of a window are: means over their items, or sums."""
+
+    MEAN = "mean"
+    SUM = "sum"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Batch:
+    """What the driving loader says of the batch that a scope trains on.
+
+    Args:
+        rows: of this rank; 0 marks a filler, which takes part in collectives and contributes nothing.
+        is_last: whether it is the last one of the loader's epoch; it ends the window.
+        rows_ahead: rows over all ranks, in this batch and the following ones of the window, as far as the epoch goes;
+            None where the loader cannot know.
+    """
+
+    rows: int
+    is_last: bool = False
+    rows_ahead: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tally:
+    """What one rank, or all of them added up, put into a window.
+
+    Args:
+        items: the sum of the weights.
+        means: ranks whose losses are means.
+        sums: ranks whose losses are sums.
+    """
+
+    items: float
+    means: int
+    sums: int
+
+
+class Window:
+    """The scopes that make one update of one tuple of models, as this rank sees them.
+
+    Args:
+        size: scopes that the update is made of, unless the epoch ends before.
+        ranks: how many read different data.
+        divisor: what the engine divides the sum over ranks by.
+        rows_ahead: rows over all ranks and scopes of this window; None where unknown.
+        reference: the power of two to divide by where the total is unknown.
+    """
+
+    __slots__ = (
+        "_base",
+        "_batch",
+        "_divisor",
+        "_form",
+        "_items",
+        "_ranks",
+        "_rows_ahead",
+        "_size",
+        "_weight",
+        "scopes",
+    )
+
+    def __init__(
+        self, *, size: int, ranks: int, divisor: int, rows_ahead: int | None = None, reference: float = 1.0
+    ) -> None:
+        self._size = size
+        self._ranks = ranks
+        self._divisor = divisor
+        self._rows_ahead = rows_ahead
+        self._base = reference * divisor
+        self._form: Form | None = None
+        self._batch: Batch | None = None
+        self._items = 0.0
+        self._weight: float | None = None
+        self.scopes = 0
+
+    @property
+    def base(self) -> float:
+        """The number that the losses of this window are divided by, up to weight and divisor."""
+        return self._base
+
+    @property
+    def form(self) -> Form | None:
+        """Means or sums; None before the first backward that contributes."""
+        return self._form
+
+    @property
+    def loss_weight(self) -> float:
+        """What a loss of the open scope counts for in the sum of all losses: its weight for a mean, 1 for a sum."""
+        return self._weight if self._form is Form.MEAN and self._weight is not None else 1.0
+
+    @property
+    def size(self) -> int:
+        """Scopes that were asked for."""
+        return self._size
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether the scope that is open, or was closed last, ends the window."""
+        return self.scopes >= self._size or (self._batch is not None and self._batch.is_last)
+
+    def enter(self, batch: Batch | None) -> None:
+        """Open the next scope, trained on `batch`; None where no prepared loader drives it."""
+        self.scopes += 1
+        self._batch = batch
+        self._weight = None
+
+    def weigh(self, num_items: float | None) -> float | None:
+        """Return what a loss of the open scope is to be divided by before its backward; None for a filler.
+
+        Args:
+            num_items: what the loss is a sum over, on this rank; None for a loss that is a mean over the batch.
+
+        Raises:
+            TrainingStepError: means and sums in one window, or another `num_items` than before in this scope.
+        """
+        if self._batch is not None and self._batch.rows == 0:
+            self._settle(Form.MEAN if num_items is None else Form.SUM, weight=0.0)
+            return None
+        if num_items is not None:
+            num_items = _checked(num_items)
+        form = Form.MEAN if num_items is None else Form.SUM
+        weight = float(self._rows if num_items is None else num_items)
+        self._settle(form, weight=weight)
+        return self._base / self._divisor if form is Form.SUM else self._base / (weight * self._divisor)
+
+    def tally(self) -> Tally:
+        """Return what this rank has put in so far."""
+        return Tally(items=self._items, means=int(self._form is Form.MEAN), sums=int(self._form is Form.SUM))
+
+    def factor(self, total_items: float) -> float:
+        """Return what the accumulated, reduced gradient is to be multiplied by; `total_items` is over all ranks."""
+        return self._base / total_items
+
+    @property
+    def _rows(self) -> int:
+        return 1 if self._batch is None else self._batch.rows
+
+    def _settle(self, form: Form, *, weight: float) -> None:
+        if self._form is None:
+            self._form = form
+            self._base = self._known_total(form, weight) or self._base
+        if form is not self._form:
+            raise TrainingStepError(
+                f"backward() was given a {form} in a window whose losses are {self._form}s",
+                hint="give `num_items` in every backward of a window, or in none",
+            )
+        if self._weight is None:
+            self._weight = weight
+            self._items += weight
+        elif form is Form.SUM and weight != self._weight:
+            raise TrainingStepError(
+                f"num_items={weight:g} after num_items={self._weight:g} in one scope",
+                hint="losses of one scope add up and are over the same items; open another scope for other items",
+            )
+
+    def _known_total(self, form: Form, weight: float) -> float | None:
+        if form is Form.SUM:
+            return weight if self._ranks == 1 and self._size == 1 else None
+        if self._batch is None:
+            return float(self._size * self._ranks)
+        return self._rows_ahead
+
+
+def total(tallies: Iterable[Tally]) -> Tally:
+    """Return the sum over ranks."""
+    items = means = sums = 0.0
+    for tally in tallies:
+        items, means, sums = items + tally.items, means + tally.means, sums + tally.sums
+    return Tally(items=items, means=int(means), sums=int(sums))
+
+
+def reference_for(total_items: float) -> float:
+    """Return the power of two nearest to a total, at least 1: a good reference for the next window in fp16."""
+    return 2.0 ** max(0, round(math.log2(total_items))) if total_items > 0 else 1.0
+
+
+def _checked(num_items: float) -> float:
+    if isinstance(num_items, bool) or not math.isfinite(num_items) or num_items < 0:
+        raise TrainingStepError(f"num_items={num_items!r} is not a count", hint="give the number of items, 0 or more")
+    return float(num_items)
