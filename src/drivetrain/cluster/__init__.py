@@ -1,0 +1,1 @@
+"""The processes of a run and the machine under them: environment, process group, device, seeds."""

@@ -1,0 +1,66 @@
+"""Settings: one schema, and files, flags, variables, help and reference made from it. Never imports torch.
+
+Ideas and how they relate: a `Section` describes settings; `RunConfig` is the section of all of them. A place that says
+something (file, environment, command line, code) gives a `Layer` of `Value`s, each with its `Source`. `resolve` merges
+layers, validates once, and returns `Resolved`, or raises one `ConfigError` with all problems of all layers.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from drivetrain.config.flags import Flag, flags
+from drivetrain.config.keys import did_you_mean, nearest
+from drivetrain.config.layers import (
+    layer_from_code,
+    layer_from_flags,
+    layer_from_mapping,
+    layer_from_variables,
+    read_file,
+)
+from drivetrain.config.process import digest, resolve_for_process, shared_settings, strategy_for
+from drivetrain.config.resolve import Resolved, flatten, resolve
+from drivetrain.config.resolved_file import is_resolved, read_resolved, write_resolved
+from drivetrain.config.section import Section, Setting, StrategySpec
+from drivetrain.config.sources import Layer, Source, Value
+
+if TYPE_CHECKING:
+    from drivetrain.config.schema import CoreConfig as RunConfig
+
+__all__ = [
+    "Flag",
+    "Layer",
+    "Resolved",
+    "RunConfig",
+    "Section",
+    "Setting",
+    "Source",
+    "StrategySpec",
+    "Value",
+    "did_you_mean",
+    "digest",
+    "flags",
+    "flatten",
+    "is_resolved",
+    "layer_from_code",
+    "layer_from_flags",
+    "layer_from_mapping",
+    "layer_from_variables",
+    "nearest",
+    "read_file",
+    "read_resolved",
+    "resolve",
+    "resolve_for_process",
+    "shared_settings",
+    "strategy_for",
+    "write_resolved",
+]
+
+
+def __getattr__(name: str) -> object:
+    # RunConfig is made from the strategies' sections, and these import from this package.
+    if name == "RunConfig":
+        from drivetrain.config.schema import run_config
+
+        return run_config()
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

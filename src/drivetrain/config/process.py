@@ -1,0 +1,98 @@
+"""What `Accelerator(...)` asks of the settings: one process's sources, what ranks must agree on, and the strategy."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Iterable, Mapping
+
+from drivetrain.config.keys import keys
+from drivetrain.config.layers import layer_from_code, layer_from_mapping, layer_from_variables, read_file
+from drivetrain.config.resolve import Resolved, flatten, resolve
+from drivetrain.config.resolved_file import is_resolved, read_resolved
+from drivetrain.config.schema import CoreConfig
+from drivetrain.config.section import StrategySpec
+from drivetrain.config.sources import Layer
+from drivetrain.errors import ConfigError, Problem
+from drivetrain.registry import strategy_specs
+
+_CONFIG_ARGUMENT = "Accelerator(config=...)"
+
+
+def resolve_for_process(
+    *,
+    config_file: str | None,
+    variables: Mapping[str, str],
+    code: Mapping[str, object],
+    config: str | os.PathLike[str] | Mapping[str, object] | CoreConfig | None = None,
+    world_size: int | None = None,
+    world_source: str = "the environment of this process",
+) -> Resolved:
+    """Return the settings of a process that runs already.
+
+    Args:
+        config_file: what `DRIVETRAIN_CONFIG_FILE` names: a resolved file, which replaces the variables too, or an
+            ordinary one.
+        variables: `DRIVETRAIN_*` of this process; not read when there is a resolved file.
+        code: arguments of the call, None for those not given.
+        config: takes the place of the file; flags and variables that a resolved file holds stay.
+        world_size: number of ranks.
+        world_source: what says so.
+
+    Raises:
+        ConfigError: with all problems.
+    """
+    layers = [layer_from_code(code)]
+    if config is not None:
+        layers.append(_layer_from_config(config))
+    if config_file is not None and is_resolved(config_file):
+        launched = read_resolved(config_file)
+        layers.append(launched if config is None else _without_files(launched))
+    else:
+        layers.append(layer_from_variables(variables))
+        if config_file is not None and config is None:
+            layers.append(read_file(config_file))
+    return resolve(layers, world_size=world_size, world_source=world_source)
+
+
+def shared_settings(config: CoreConfig) -> dict[str, object]:
+    """Return the settings that must be the same on all ranks, by dotted path."""
+    return {path: value for path, value in flatten(config).items() if keys()[path].setting.shared}
+
+
+def digest(config: CoreConfig) -> str:
+    """Return 32 hexadecimal digits that are equal when the shared settings are."""
+    text = json.dumps(shared_settings(config), sort_keys=True)
+    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+
+
+def strategy_for(config: CoreConfig, *, world_size: int) -> StrategySpec:
+    """Return the strategy that `distributed_type` names, or the one that serves this number of ranks by itself.
+
+    Raises:
+        ConfigError: the strategy cannot serve this number of ranks, or none does.
+    """
+    specs: Iterable[StrategySpec] = strategy_specs()
+    wanted = config.distributed_type
+    for spec in specs:
+        if wanted in spec.distributed_types or (wanted is None and spec.automatic(world_size)):
+            if problems := tuple(spec.check(config, world_size)):
+                raise ConfigError(problems)
+            return spec
+    message = f"no strategy serves {world_size} ranks by itself"
+    raise ConfigError([Problem(path="distributed_type", message=message, hint="choose one by `distributed_type`")])
+
+
+def _layer_from_config(config: str | os.PathLike[str] | Mapping[str, object] | CoreConfig) -> Layer:
+    if isinstance(config, CoreConfig):
+        return layer_from_mapping(
+            {name: getattr(config, name) for name in sorted(config.model_fields_set)}, place=_CONFIG_ARGUMENT
+        )
+    if isinstance(config, Mapping):
+        return layer_from_mapping(config, place=_CONFIG_ARGUMENT)
+    return read_file(config)
+
+
+def _without_files(layer: Layer) -> Layer:
+    return Layer(by_path={path: value for path, value in layer.items() if value.source.kind != "file"})

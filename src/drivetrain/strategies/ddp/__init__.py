@@ -1,0 +1,1 @@
+"""Data parallelism with a whole copy of the model on every rank (torch's DistributedDataParallel)."""
