@@ -1,0 +1,35 @@
+"""drivetrain: one PyTorch training script on any topology, with the same numbers, checkpoint and configuration."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from drivetrain.accelerator import Accelerator, Update
+    from drivetrain.cluster.seed import set_seed
+    from drivetrain.config import RunConfig
+    from drivetrain.errors import DrivetrainError
+
+__version__ = "0.1.0"
+
+__all__ = ["Accelerator", "DrivetrainError", "RunConfig", "Update", "__version__", "set_seed"]
+
+_HOMES = {
+    "Accelerator": "drivetrain.accelerator",
+    "DrivetrainError": "drivetrain.errors",
+    "RunConfig": "drivetrain.config",
+    "Update": "drivetrain.accelerator",
+    "set_seed": "drivetrain.cluster.seed",
+}
+
+
+def __getattr__(name: str) -> object:
+    # Resolved on use, so that `drivetrain --help` never waits for torch.
+    if name not in _HOMES:
+        raise AttributeError(f"module 'drivetrain' has no attribute {name!r}")
+    return getattr(import_module(_HOMES[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

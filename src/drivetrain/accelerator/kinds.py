@@ -1,0 +1,94 @@
+"""What `prepare` was given: sorting objects by kind, and refusing what it cannot take."""
+
+from __future__ import annotations
+
+from enum import Enum, auto
+from typing import Any
+
+from torch import Tensor, nn
+from torch.nn.parallel import DataParallel, DistributedDataParallel
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+from torch.utils.data import DataLoader, Dataset
+
+from drivetrain.accelerator.optimizer import PreparedScheduler
+from drivetrain.data import PreparedLoader
+from drivetrain.errors import PrepareError
+
+
+class Kind(Enum):
+    """The kinds of object that `prepare` takes."""
+
+    MODEL = auto()
+    OPTIMIZER = auto()
+    LOADER = auto()
+    SCHEDULER = auto()
+
+
+def kind_of(value: object, *, position: int) -> Kind:
+    """Return what an argument of `prepare` is.
+
+    Args:
+        position: of the argument, from 1, for the message.
+
+    Raises:
+        PrepareError: it is none of the kinds.
+    """
+    if isinstance(value, nn.Module):
+        return Kind.MODEL
+    if isinstance(value, Optimizer):
+        return Kind.OPTIMIZER
+    if isinstance(value, DataLoader | PreparedLoader):
+        return Kind.LOADER
+    if isinstance(value, LRScheduler | PreparedScheduler):
+        return Kind.SCHEDULER
+    raise PrepareError(f"argument {position} of prepare() is {_described(value)}", hint=_advice(value))
+
+
+def check_model(model: nn.Module) -> None:
+    """Refuse a model that cannot be trained or was spread out already.
+
+    Raises:
+        PrepareError: it has no parameters, or is wrapped.
+    """
+    if isinstance(model, DistributedDataParallel | DataParallel):
+        raise PrepareError(
+            f"the model is wrapped in {type(model).__name__} already",
+            hint="pass the model itself; prepare() wraps it as the settings ask",
+        )
+    if next(model.parameters(), None) is None:
+        raise PrepareError(
+            f"{type(model).__name__} has no parameters, so there is nothing to train",
+            hint="leave it out of prepare(), and move it with .to(accelerator.device) if needed",
+        )
+
+
+def check_owner(value: Any, owner: object) -> None:
+    """Refuse what another accelerator has prepared.
+
+    Raises:
+        PrepareError: it belongs to another accelerator.
+    """
+    if value.owner is not owner:
+        raise PrepareError(
+            f"this {type(value).__name__} was prepared by another Accelerator",
+            hint="give each accelerator the objects that it has not seen, and keep one accelerator per training",
+        )
+
+
+def _described(value: object) -> str:
+    if value is None:
+        return "None"
+    if isinstance(value, type):
+        return f"the class {value.__name__}, not an object of it"
+    return f"a {type(value).__name__}"
+
+
+def _advice(value: object) -> str:
+    if isinstance(value, Tensor):
+        return "move tensors with .to(accelerator.device)"
+    if isinstance(value, Dataset) or (hasattr(value, "__getitem__") and hasattr(value, "__len__")):
+        return "wrap data in a torch.utils.data.DataLoader"
+    if isinstance(value, type):
+        return f"pass {value.__name__}(...)"
+    return "prepare() takes models, optimizers, data loaders and learning rate schedulers of torch"

@@ -1,0 +1,168 @@
+"""Which parameters belong to which model, and which models are updated together."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Protocol
+
+from torch import nn
+
+from drivetrain.accelerator.updates import Run, Updates
+from drivetrain.errors import PrepareError, TrainingStepError
+from drivetrain.protocols import Engine
+
+
+class SteppedModels(Protocol):
+    """A prepared optimizer, as far as the ledger knows it."""
+
+    @property
+    def engines(self) -> list[Engine]:
+        """Of the models whose parameters it steps."""
+
+
+class Ledger:
+    """The prepared models of an accelerator, and the windows that they are in.
+
+    A model that `accumulate` has named stands in one tuple of models for good. All others share the implicit one, in
+    which everything between two steps is one scope.
+
+    Attributes:
+        scaler: the loss scaler of the first tuple of models; None where losses are not scaled.
+        latest: the updates whose scope was opened, or whose backward ran, last.
+    """
+
+    def __init__(self, run: Run) -> None:
+        self._run = run
+        self.scaler = run.make_scaler()
+        self._by_model: dict[int, Engine] = {}
+        self._by_parameter: dict[int, Engine] = {}
+        self._implicit = Updates((), run, scaler=self.scaler, is_implicit=True)
+        self._updates: dict[Engine, Updates] = {}
+        self._by_key: dict[tuple[int, ...], Updates] = {}
+        self._open: list[Updates] = []
+        self._optimizers: list[SteppedModels] = []
+        self.latest: Updates = self._implicit
+
+    @property
+    def engines(self) -> list[Engine]:
+        """All prepared models' engines, in the order of preparation."""
+        return list(self._updates)
+
+    def add(self, engine: Engine) -> None:
+        """Enter a prepared model."""
+        self._by_model[id(engine.module)] = engine
+        self._by_model[id(engine.prepared)] = engine
+        for parameter in engine.module.parameters():
+            self._by_parameter[id(parameter)] = engine
+        self._updates[engine] = self._implicit
+        self._implicit.engines.append(engine)
+
+    def add_optimizer(self, optimizer: SteppedModels) -> None:
+        """Enter a prepared optimizer; its models may be prepared later."""
+        self._optimizers.append(optimizer)
+
+    def num_optimizers(self, updates: Updates) -> int:
+        """Return how many optimizers step models of one tuple."""
+        if len(self._optimizers) == 1:
+            return 1
+        return sum(not set(optimizer.engines).isdisjoint(updates.engines) for optimizer in self._optimizers)
+
+    def find(self, model: object) -> Engine | None:
+        """Return the engine of a model, as it was given to `prepare` or as it came back; None for another one."""
+        return self._by_model.get(id(model))
+
+    def engine_of(self, model: object) -> Engine:
+        """Return the engine of a model.
+
+        Raises:
+            PrepareError: this accelerator has not prepared it.
+        """
+        engine = self.find(model)
+        if engine is None:
+            raise PrepareError(
+                f"{type(model).__name__} is not a model that this accelerator has prepared",
+                hint="pass what accelerator.prepare() returned",
+            )
+        return engine
+
+    def owners(self, parameters: Iterable[nn.Parameter]) -> list[Engine]:
+        """Return the engines that parameters belong to; what belongs to none is passed over."""
+        found = (self._by_parameter.get(id(parameter)) for parameter in parameters)
+        return list(dict.fromkeys(engine for engine in found if engine is not None))
+
+    def strangers(self, parameters: Sequence[nn.Parameter]) -> int:
+        """Return how many of the parameters belong to no prepared model."""
+        return sum(id(parameter) not in self._by_parameter for parameter in parameters)
+
+    def updates_of(self, engines: Sequence[Engine]) -> Updates:
+        """Return the updates that these models are in.
+
+        Raises:
+            TrainingStepError: they are in several.
+        """
+        found = dict.fromkeys(self._updates[engine] for engine in engines)
+        if len(found) != 1:
+            raise TrainingStepError(
+                f"one call spans {len(found)} tuples of models that accumulate() names apart",
+                hint="name all models that one optimizer steps in one accumulate(), or use an optimizer for each",
+            )
+        return next(iter(found))
+
+    def scope_of(self, models: Sequence[object]) -> Updates:
+        """Return the updates of the models that `accumulate` names; of all models when it names none."""
+        key = tuple(map(id, models))
+        updates = self._by_key.get(key)
+        return updates if updates is not None else self._new_scope(key, models)
+
+    def enter(self, updates: Updates) -> None:
+        """Open a scope."""
+        updates.enter()
+        self._open.append(updates)
+        self.latest = updates
+
+    def leave(self, updates: Updates) -> None:
+        """Close a scope."""
+        self._open.remove(updates)
+        updates.leave()
+
+    def current(self) -> Updates:
+        """Return the updates that a backward belongs to: those of the innermost open scope, else the implicit ones.
+
+        Raises:
+            TrainingStepError: no scope is open, and every model is one that `accumulate` names.
+        """
+        if self._open:
+            return self._open[-1]
+        if not self._implicit.engines and self._updates:
+            raise TrainingStepError(
+                "backward() outside accumulate(), for models that are trained inside it",
+                hint="move forward and backward into `with accelerator.accumulate(model):`",
+            )
+        self.latest = self._implicit
+        return self._implicit
+
+    def close(self) -> None:
+        """Take off what was hooked on the models."""
+        for engine in self._updates:
+            engine.close()
+
+    def _new_scope(self, key: tuple[int, ...], models: Sequence[object]) -> Updates:
+        engines = list(dict.fromkeys(map(self.engine_of, models))) or self.engines
+        known = {self._updates[engine] for engine in engines} - {self._implicit}
+        for updates in known:
+            if set(updates.engines) != set(engines):
+                raise TrainingStepError(
+                    "accumulate() names a model that it named before together with others",
+                    hint="name the same models together each time; a model stands in one tuple only",
+                )
+            self._by_key[key] = updates
+            return updates
+        # The first tuple takes the scaler that the accelerator shows; what is left outside gets another one.
+        scaler, self._implicit.scaler = self._implicit.scaler, self._run.make_scaler()
+        updates = Updates(engines, self._run, scaler=scaler, is_implicit=False)
+        for engine in engines:
+            self._implicit.engines.remove(engine)
+            self._updates[engine] = updates
+            engine.begin(sync=False)
+        self._by_key[key] = updates
+        return updates

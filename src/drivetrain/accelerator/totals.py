@@ -1,0 +1,136 @@
+"""What ranks tell each other of an update: how many items it holds, and the sum of its losses.
+
+One small sum over ranks on the CPU per update. Where a scope has one backward, as nearly always, it is started before
+the last backward of the window and over when that ends. On an accelerator the losses, which only the device knows, are
+added up there by a second one.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from drivetrain.cluster.control import Agreement, Call, Control, Rows
+from drivetrain.errors import RankMismatchError
+from drivetrain.window import Window
+
+
+class Totals:
+    """The losses since the last step of this rank, and their sums over ranks."""
+
+    def __init__(self, control: Control, *, device: torch.device) -> None:
+        self._control = control
+        self._device = device
+        self._losses: list[tuple[Tensor, float]] = []
+        self._agreement: Agreement | None = None
+        self._device_sum: Tensor | None = None
+        self._device_work: dist.Work | None = None
+        self._num_told = 0
+        self.num_backwards = 0
+
+    def add(self, loss: Tensor | None, weight: float) -> None:
+        """Count a backward; its loss is None where it contributes nothing."""
+        self.num_backwards += 1
+        if loss is not None:
+            self._losses.append((loss, weight))
+
+    def start(self, window: Window) -> None:
+        """Begin to tell the other ranks; nothing to do on one process. Collective."""
+        if self._control.world_size > 1:
+            self._start(Call.UPDATE, window)
+
+    def agree(self, window: Window) -> tuple[float, Tensor | None]:
+        """Return items and mean loss over all ranks; collective, waits for all.
+
+        Raises:
+            RankMismatchError: some ranks gave sums and others means, or ranks are at different places.
+        """
+        if self._control.world_size == 1:
+            items = window.tally().items
+            return items, _mean(self._sum(), items)
+        if self._agreement is None:
+            self._start(Call.UPDATE, window)
+        items, loss = self._wait()
+        if self._num_told < self.num_backwards:
+            self._start(Call.UPDATE_REST, window)
+            items, rest = self._wait()
+            loss = loss + rest
+        return items, _mean(loss, items)
+
+    def abandon(self) -> None:
+        """Meet the other ranks in what was started, and forget it."""
+        if self._agreement is not None:
+            self._agreement.wait()
+
+    def check_places(self) -> None:
+        """Raise if ranks are known to be at different places; waits for nobody.
+
+        Raises:
+            RankMismatchError: they are.
+        """
+        if self._agreement is not None and self._agreement.is_done:
+            self._agreement.wait()
+
+    def _start(self, call: Call, window: Window) -> None:
+        tally = window.tally()
+        losses = self._sum()
+        self._losses = []
+        self._num_told = self.num_backwards
+        on_host = self._device.type == "cpu"
+        self._agreement = self._control.start(
+            call,
+            (tally.items, tally.means, tally.sums, window.base, window.scopes, window.size),
+            tensor=losses if on_host else None,
+        )
+        if not on_host:
+            self._device_sum = torch.zeros((), device=self._device) if losses is None else losses.float()
+            self._device_work = dist.all_reduce(self._device_sum, async_op=True)
+
+    def _wait(self) -> tuple[float, Tensor]:
+        assert self._agreement is not None
+        rows = self._agreement.wait()
+        _check_forms(rows)
+        _check_windows(rows)
+        items = float(rows[:, 0].sum())
+        if self._device_sum is None or self._device_work is None:
+            return items, self._agreement.tensor
+        self._device_work.wait()
+        return items, self._device_sum
+
+    def _sum(self) -> Tensor | None:
+        total = None
+        for loss, weight in self._losses:
+            value = loss if weight == 1.0 else loss * weight
+            total = value if total is None else total + value
+        return total
+
+
+def _check_forms(rows: Rows) -> None:
+    with_means, with_sums = (np.flatnonzero(rows[:, column]).tolist() for column in (1, 2))
+    if with_means and with_sums:
+        raise RankMismatchError(
+            f"backward() was given `num_items` on ranks {with_sums} and not on ranks {with_means}",
+            hint="give it on every rank; a rank without items gives num_items=0",
+        )
+
+
+def _check_windows(rows: Rows) -> None:
+    contributing = rows[rows[:, 1] + rows[:, 2] > 0]
+    if (contributing[:, 3:] == contributing[:1, 3:]).all():
+        return
+    lines = [
+        f"\n  rank {rank}: scope {scopes:g} of {size:g}, planned for {base:g} items"
+        for rank, (*_, base, scopes, size) in enumerate(rows.tolist())
+    ]
+    raise RankMismatchError(
+        f"ranks are at different places of one update:{''.join(lines)}",
+        hint="every rank must enter the same scopes, driven by the same loader",
+    )
+
+
+def _mean(total: Tensor | None, items: float) -> Tensor | None:
+    if total is None or items == 0:
+        return None
+    return (total if items == 1.0 else total / items).float()

@@ -1,0 +1,383 @@
+"""From backward to step: what accumulates for one tuple of models, and how it becomes one update.
+
+`Updates` holds the window of one tuple of models and walks it through its phases: scopes are entered and left,
+backwards weigh their losses, and at the window's end, once, ranks agree on the totals, gradients become final and
+optimizers step. It calls the engines in the order that `protocols.py` gives and knows nothing else of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from drivetrain.accelerator.totals import Totals
+from drivetrain.cluster.control import Control
+from drivetrain.data import Drivers
+from drivetrain.data.drivers import Iteration
+from drivetrain.errors import NonFiniteError, TrainingStepError
+from drivetrain.protocols import Engine, Stepper, Strategy
+from drivetrain.window import Window, reference_for
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Update:
+    """One update, as it was applied. Tensors are 0-d, plain, reduced, and the same on every rank.
+
+    Args:
+        step: the number of this update, from 1.
+        loss: the sum of all losses over the number of items that they are over; None without items.
+        num_items: that number, over all ranks and scopes.
+        grad_norm: before clipping; None when nothing was clipped.
+        skipped: whether weights stayed as they were; a tensor where only the device knows.
+        lr: of the first parameter group, as it was applied.
+    """
+
+    step: int
+    loss: Tensor | None
+    num_items: float
+    grad_norm: Tensor | None
+    skipped: bool | Tensor
+    lr: float | Tensor
+
+
+@dataclass(slots=True, kw_only=True)
+class Run:
+    """What all updates of an accelerator share.
+
+    Args:
+        window_size: how many scopes make an update, given the pass that drives; asked at the start of a window.
+        make_scaler: a new loss scaler; None where losses are not scaled.
+        num_skipped: optimizer steps that left the weights as they were.
+    """
+
+    strategy: Strategy
+    control: Control
+    drivers: Drivers
+    device: torch.device
+    non_finite: Literal["raise", "skip", "ignore"]
+    window_size: Callable[[Iteration | None], int]
+    make_scaler: Callable[[], torch.amp.GradScaler | None]
+    num_skipped: int | Tensor = 0
+    last_update: Update | None = None
+
+
+@dataclass(slots=True)
+class _Gradients:
+    """How far the gradients since the last step have come."""
+
+    is_final: bool = False
+    factor: float = 1.0
+    items: float = 0.0
+    loss: Tensor | None = None
+    norm: Tensor | None = None
+    is_norm_of_all: bool = False
+
+
+class Updates:
+    """The updates of one tuple of models, one after the other.
+
+    Args:
+        scaler: of the losses; None where they are not scaled. A window is scaled alike, so windows share none.
+        is_implicit: whether all that happens between two steps is one scope, for want of `accumulate`.
+
+    Attributes:
+        is_open: whether a scope is open.
+    """
+
+    def __init__(
+        self, engines: Iterable[Engine], run: Run, *, scaler: torch.amp.GradScaler | None, is_implicit: bool
+    ) -> None:
+        self.engines = list(engines)
+        self.is_implicit = is_implicit
+        self.scaler = scaler
+        self.is_open = False
+        self._held = 0
+        self._run = run
+        self._window: Window | None = None
+        self._stepped: set[Stepper] = set()
+        self._unscaled: set[Stepper] = set()
+        self._usual_backwards = 0
+        self._was_unsynced = False
+        self._is_counted = False
+        self._reference = 1.0
+        self._gradients = _Gradients()
+        self._totals = Totals(run.control, device=run.device)
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether what has accumulated makes an update: the window's last scope is open, or was the last one."""
+        return self._window is not None and self._window.is_complete
+
+    @property
+    def is_between_steps(self) -> bool:
+        """Whether a window is open whose last scope has not come yet."""
+        return self._window is not None and not self._window.is_complete
+
+    def hold_sync(self) -> None:
+        """Keep backwards from reducing gradients, until `release_sync`."""
+        self._held += 1
+        for engine in self.engines:
+            engine.begin(sync=False)
+
+    def release_sync(self) -> None:
+        """Let backwards reduce gradients again, if nothing else holds them."""
+        self._held -= 1
+        if not self._held:
+            for engine in self.engines:
+                engine.begin(sync=self.is_implicit)
+
+    def enter(self) -> None:
+        """Open a scope; the forwards in it come after this."""
+        if self.is_open:
+            raise TrainingStepError("accumulate() was entered again for the same models before it was left")
+        self.is_open = True
+        window = self._open_scope()
+        sync = window.is_complete and self._usual_backwards == 1 and not self._held
+        for engine in self.engines:
+            engine.begin(sync=sync)
+
+    def leave(self) -> None:
+        """Close the scope."""
+        self.is_open = False
+        self._learn()
+        for engine in self.engines:
+            engine.begin(sync=False)
+
+    def backward(self, loss: Tensor, *, num_items: float | None, retain_graph: bool) -> None:
+        """Run a backward pass of this rank's part of the scope; collective where it reduces gradients."""
+        window = self._window
+        if window is None or (self.is_implicit and self._stepped):
+            window = self._open_scope()
+        if self._gradients.is_final:
+            self._start_phase()
+        divisor = window.weigh(num_items)
+        is_filler = divisor is None
+        self._totals.add(None if is_filler else loss.detach(), window.loss_weight)
+        self._was_unsynced = self._held > 0
+        may_be_last = self._totals.num_backwards == 1 and self._usual_backwards <= 1
+        if may_be_last and window.is_complete and not self._was_unsynced:
+            self._totals.start(window)
+        if divisor is not None and divisor != 1.0:
+            loss = loss / divisor
+        if self.scaler is not None:
+            loss = self.scaler.scale(loss)
+        try:
+            self._run.strategy.backward(loss, self.engines, contributes=not is_filler, retain_graph=retain_graph)
+        except RuntimeError:
+            # Torch only knows that a rank is gone; where ranks were has been agreed before.
+            self._totals.check_places()
+            raise
+
+    def finish(self) -> bool:
+        """Make gradients final but for loss scale and factor; collective at the end of a window.
+
+        Returns:
+            False inside a window, where nothing is done.
+        """
+        window = self._window
+        if window is None or window.form is None or not window.is_complete:
+            return False
+        gradients = self._gradients
+        if gradients.is_final:
+            return True
+        if self.is_implicit:
+            self._check_implicit()
+        # Before anything of the engines': where ranks are at different places, this says so.
+        items, gradients.loss = self._totals.agree(window)
+        for engine in self.engines:
+            engine.synchronize()
+        gradients.items = items
+        gradients.factor = window.factor(items) if items else 1.0
+        gradients.is_final = True
+        return True
+
+    def _check_implicit(self) -> None:
+        size = self._run.window_size(self._run.drivers.current())
+        if size > 1:
+            raise TrainingStepError(
+                f"{size} micro-batches per step are asked for, and this script steps without accumulate()",
+                hint="put forward, backward and step inside `with accelerator.accumulate(model):`",
+            )
+        if self._was_unsynced:
+            raise TrainingStepError(
+                "the gradients of this step were never reduced over ranks: its last backward() ran under no_sync()",
+                hint="run the last backward() before a step outside no_sync(), or use accumulate()",
+            )
+
+    def unscale(self, stepper: Stepper) -> None:
+        """Take the loss scale off the final gradients of an optimizer, once per update."""
+        if self.scaler is not None and stepper not in self._unscaled:
+            self._unscaled.add(stepper)
+            stepper.unscale(self.scaler)
+
+    def scale(self) -> None:
+        """Apply the factor that is left on final gradients, once per update."""
+        factor, self._gradients.factor = self._gradients.factor, 1.0
+        if factor != 1.0:
+            for engine in self.engines:
+                engine.scale_gradients(factor)
+
+    def clip_grad_norm(self, parameters: Sequence[nn.Parameter], *, max_norm: float, norm_type: float) -> Tensor:
+        """Clip final gradients; the factor that is left is applied on the way where all of them are clipped."""
+        gradients = self._gradients
+        gradients.is_norm_of_all = norm_type == 2.0 and self._trained() <= {id(parameter) for parameter in parameters}
+        if not gradients.is_norm_of_all:
+            self.scale()
+        factor, gradients.factor = gradients.factor, 1.0
+        gradients.norm = self._run.strategy.clip_grad_norm(
+            parameters, max_norm=max_norm, norm_type=norm_type, factor=factor
+        )
+        return gradients.norm
+
+    def step(self, stepper: Stepper) -> bool | Tensor | None:
+        """Apply an optimizer's gradients; collective at the end of a window.
+
+        Returns:
+            Whether weights stayed as they were; None inside a window, where nothing is done.
+
+        Raises:
+            NonFiniteError: gradients are not finite and the policy says to stop; weights stay as they were.
+        """
+        self._learn()
+        if not self.finish():
+            self._check_source(stepper)
+            return None
+        if not self._is_counted:
+            self._is_counted = True
+            self._run.control.updates += 1
+        self._stepped.add(stepper)
+        skipped: bool | Tensor = True
+        try:
+            if self._gradients.items:
+                skipped = self._apply(stepper)
+        finally:
+            self._report(stepper, skipped=skipped)
+        self._run.num_skipped += skipped
+        return skipped
+
+    def zero_grad(self, stepper: Stepper, *, set_to_none: bool, is_alone: bool) -> None:
+        """Clear gradients, unless a window holds them that is not stepped yet.
+
+        Gradients that were looked at, by clipping or unscaling them, can be thrown away: the update is left out.
+
+        Args:
+            is_alone: whether no other optimizer steps these models.
+        """
+        is_held = self._window is not None and self._window.form is not None and stepper not in self._stepped
+        if is_held and not self.is_implicit and not self._gradients.is_final:
+            return
+        stepper.optimizer.zero_grad(set_to_none=set_to_none)
+        if is_held and self._gradients.is_final:
+            self._stepped.add(stepper)
+        elif is_held and is_alone:
+            self._totals.abandon()
+            self._forget()
+
+    def _open_scope(self) -> Window:
+        iteration = self._run.drivers.current()
+        if self._window is None or self._stepped:
+            self._forget()
+            size = 1 if self.is_implicit else self._run.window_size(iteration)
+            batch = None if iteration is None else iteration.facts(window_size=size)
+            self._window = Window(
+                size=size,
+                ranks=self._run.control.world_size,
+                divisor=self._run.strategy.divisor,
+                rows_ahead=None if batch is None else batch.rows_ahead,
+                reference=self._reference,
+            )
+        else:
+            batch = None if iteration is None else iteration.facts(window_size=1)
+        self._window.enter(batch)
+        return self._window
+
+    def _forget(self) -> None:
+        """Make room for a new window."""
+        self._window = None
+        self._stepped.clear()
+        self._is_counted = False
+        self._gradients = _Gradients()
+        if self._totals.num_backwards:
+            self._totals = Totals(self._run.control, device=self._run.device)
+        if self.scaler is not None and self._unscaled:
+            self.scaler.update()
+            self._unscaled.clear()
+
+    def _start_phase(self) -> None:
+        """Go on after a step within a window: what comes is for the next optimizer."""
+        if not self._stepped:
+            raise TrainingStepError(
+                "backward() after the gradients of this update were clipped or unscaled, and before they were used",
+                hint="before it, call optimizer.step(), or optimizer.zero_grad() to leave the update out",
+            )
+        self._gradients = _Gradients()
+        self._totals = Totals(self._run.control, device=self._run.device)
+
+    def _learn(self) -> None:
+        """Remember how many backwards come between two looks: the next window can count on it."""
+        if self._totals.num_backwards:
+            self._usual_backwards = self._totals.num_backwards
+
+    def _check_source(self, stepper: Stepper) -> None:
+        """Refuse gradients that no backward() of ours has made: nothing is known of their scale."""
+        has_window = self._window is not None and self._window.form is not None
+        parameters = (parameter for group in stepper.optimizer.param_groups for parameter in group["params"])
+        if not has_window and any(parameter.grad is not None for parameter in parameters):
+            raise TrainingStepError(
+                "optimizer.step() found gradients, and accelerator.backward() was not called for them",
+                hint="call accelerator.backward(loss) in place of loss.backward()",
+            )
+
+    def _trained(self) -> set[int]:
+        parameters = (parameter for engine in self.engines for parameter in engine.module.parameters())
+        return {id(parameter) for parameter in parameters if parameter.grad is not None}
+
+    def _apply(self, stepper: Stepper) -> bool | Tensor:
+        """Step, and return whether weights stayed as they were. Reads the device at most once."""
+        run = self._run
+        self.unscale(stepper)
+        self.scale()
+        if self.scaler is None and run.non_finite == "ignore":
+            stepper.step()
+            return False
+        norm = self._gradients.norm
+        if norm is None or not self._gradients.is_norm_of_all:
+            norm = stepper.grad_norm()
+        if self.scaler is None and run.non_finite == "skip" and stepper.has_device_skip:
+            found_inf = torch.isfinite(norm).logical_not().float()
+            stepper.step(found_inf=found_inf)
+            return found_inf
+        is_finite = bool(torch.isfinite(norm))
+        if is_finite:
+            stepper.step()
+        if self.scaler is not None:
+            self._reference = reference_for(self._gradients.items)
+        if not is_finite and run.non_finite == "raise":
+            self._raise_unless_overflow(norm)
+        return not is_finite
+
+    def _raise_unless_overflow(self, norm: Tensor) -> None:
+        """Stop, unless only the loss scale was too large."""
+        loss = self._gradients.loss
+        if self.scaler is not None and (loss is None or bool(torch.isfinite(loss))):
+            return
+        shown = "unknown" if loss is None else f"{loss.item():g}"
+        raise NonFiniteError(
+            f"update {self._run.control.updates}: the gradient is not finite (norm {norm.item():g}, loss {shown}); "
+            "weights are those of the update before",
+            hint="look for the cause in this batch, or leave such updates out with --non_finite skip",
+        )
+
+    def _report(self, stepper: Stepper, *, skipped: bool | Tensor) -> None:
+        self._run.last_update = Update(
+            step=self._run.control.updates,
+            loss=self._gradients.loss,
+            num_items=self._gradients.items,
+            grad_norm=self._gradients.norm,
+            skipped=skipped,
+            lr=stepper.optimizer.param_groups[0]["lr"],
+        )

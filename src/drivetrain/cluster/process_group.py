@@ -1,0 +1,132 @@
+"""The ranks of a run: their numbers, and the process groups that they talk through.
+
+A group that exists already is used and never closed. A group that is opened here is closed once, at the end of the
+`Accelerator` that opened it or of the process, and may be opened again afterwards.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import FileStore, PrefixStore, Store
+from torch.distributed.rendezvous import rendezvous
+
+from drivetrain.cluster.control import Call, Control
+from drivetrain.cluster.environ import ProcessEnvironment
+from drivetrain.errors import TopologyError
+
+_END_SECONDS = 5.0
+
+
+class Ranks:
+    """Who this process is among the ranks, and the way to the others.
+
+    Attributes:
+        rank, local_rank, world_size, local_world_size: as torchrun defines them.
+        control: small agreements on the CPU.
+        backend: of the default process group; None on one process.
+    """
+
+    def __init__(self, environment: ProcessEnvironment, *, backend: str | None, control: Control, owns: bool) -> None:
+        self.rank = control.rank
+        self.world_size = control.world_size
+        self.local_rank = environment.local_rank
+        self.local_world_size = environment.local_world_size
+        self.backend = backend
+        self.control = control
+        self._owns = owns
+        self._is_open = True
+
+    def close(self, *, is_failing: bool) -> None:
+        """Leave the run: meet the other ranks at the end, briefly, and close what was opened here.
+
+        Args:
+            is_failing: this rank goes because of an error; it waits for nobody.
+        """
+        if not self._is_open:
+            return
+        self._is_open = False
+        if self.control.group is None or not dist.is_initialized():
+            return
+        if self._owns:
+            if not is_failing:
+                self._meet_at_the_end()
+            dist.destroy_process_group()
+
+    def _meet_at_the_end(self) -> None:
+        agreement = self.control.start(Call.END)
+        with contextlib.suppress(TopologyError):
+            agreement.wait(seconds=_END_SECONDS)
+
+
+def open_ranks(
+    environment: ProcessEnvironment, *, device: torch.device, backend: str | None, timeout_seconds: float
+) -> Ranks:
+    """Return the ranks of this run, opening the process groups if there is more than one rank; collective.
+
+    Args:
+        backend: of the default group; None for the one that fits the device.
+        timeout_seconds: after which a collective that a rank does not join fails.
+
+    Raises:
+        TopologyError: the backend does not fit, or a rank does not come.
+    """
+    timeout = timedelta(seconds=timeout_seconds)
+    owns = not dist.is_initialized()
+    if owns:
+        if environment.world_size == 1:
+            control = Control(rank=0, world_size=1, group=None)
+            return Ranks(environment, backend=None, control=control, owns=False)
+        _open_default_group(environment, device=device, backend=backend, timeout=timeout)
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    group = dist.new_group(backend="gloo", timeout=timeout) if world_size > 1 else None
+    control = Control(rank=rank, world_size=world_size, group=group)
+    return Ranks(environment, backend=dist.get_backend(), control=control, owns=owns)
+
+
+def _open_default_group(
+    environment: ProcessEnvironment, *, device: torch.device, backend: str | None, timeout: timedelta
+) -> None:
+    chosen = backend or dist.get_default_backend_for_device(device)
+    if device.type != "cpu" and ":" not in chosen:
+        chosen = f"cpu:gloo,{device.type}:{chosen}"
+    try:
+        dist.init_process_group(
+            chosen,
+            store=_generation_store(environment, timeout=timeout),
+            rank=environment.rank,
+            world_size=environment.world_size,
+            timeout=timeout,
+            device_id=device if device.type != "cpu" else None,
+        )
+    except (RuntimeError, ValueError) as error:
+        raise TopologyError(
+            f"rank {environment.rank} of {environment.world_size} could not join the process group "
+            f"over {chosen} at {environment.master_addr}:{environment.master_port}: {error}",
+            hint="every rank must start, reach that address, and use the same backend",
+        ) from error
+
+
+def _generation_store(environment: ProcessEnvironment, *, timeout: timedelta) -> Store:
+    """Return a store with keys of its own for each time that the ranks open a group.
+
+    The store outlives a group that is closed, and with it the addresses that the ranks had then.
+    """
+    store = _rendezvous(environment, timeout=timeout)
+    generation = store.add(f"drivetrain/opened/{environment.rank}", 1)
+    return PrefixStore(f"drivetrain/{generation}", store)
+
+
+def _rendezvous(environment: ProcessEnvironment, *, timeout: timedelta) -> Store:
+    url = environment.variables.get("DRIVETRAIN_RENDEZVOUS", "")
+    if url.startswith("file://"):
+        return FileStore(url.removeprefix("file://"))
+    url = (
+        f"tcp://{environment.master_addr}:{environment.master_port}"
+        f"?rank={environment.rank}&world_size={environment.world_size}"
+    )
+    store: Store = next(rendezvous(url, timeout=timeout))[0]
+    return store

@@ -1,0 +1,49 @@
+"""Nested containers of tensors: batches, model outputs, metrics."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from torch import Tensor
+
+
+def map_tensors(value: Any, function: Callable[[Tensor], Any]) -> Any:
+    """Return `value` with `function` applied to each tensor in it; anything else passes as it is.
+
+    Goes into mappings, lists, tuples, named tuples and dataclasses, and keeps their types.
+    """
+    if isinstance(value, Tensor):
+        return function(value)
+    kind = type(value)
+    if kind is dict:
+        return {key: map_tensors(item, function) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        items = (map_tensors(item, function) for item in value)
+        return kind(*items) if hasattr(value, "_fields") else kind(items)
+    if isinstance(value, Mapping):
+        rebuilt: Any = copy.copy(value)
+        for key, item in value.items():
+            rebuilt[key] = map_tensors(item, function)
+        return rebuilt
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        names = [field.name for field in dataclasses.fields(value) if field.init]
+        return dataclasses.replace(value, **{name: map_tensors(getattr(value, name), function) for name in names})
+    return value
+
+
+def tensors_in(value: Any) -> Iterator[Tensor]:
+    """Yield the tensors in `value`, going into the same containers as `map_tensors`."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from tensors_in(item)
+    elif isinstance(value, Mapping):
+        for item in value.values():
+            yield from tensors_in(item)
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        for field in dataclasses.fields(value):
+            yield from tensors_in(getattr(value, field.name))

@@ -1,0 +1,75 @@
+"""Which loader drives the training: whose batch the open scope trains on, and whose last batch ends a window.
+
+It is the innermost prepared loader whose iteration is open and whose batch was yielded with gradients enabled. Where
+two are at the same depth, as under `zip`, it is the one that was advanced first.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import Protocol
+
+from drivetrain.window import Batch
+
+
+class Iteration(Protocol):
+    """One pass over a prepared loader."""
+
+    @property
+    def batch_size(self) -> int:
+        """Rows per rank and full batch."""
+
+    @property
+    def is_training(self) -> bool:
+        """Whether the batch yielded last came with gradients enabled."""
+
+    @property
+    def is_filler(self) -> bool:
+        """Whether the batch yielded last only keeps this rank in step with the others."""
+
+    def facts(self, *, window_size: int) -> Batch:
+        """Return what is known of the batch yielded last, in a window of so many batches that begins with it."""
+
+
+class Drivers:
+    """The passes that are open, in the order in which they were advanced first.
+
+    Holds none of them alive: one that is dropped is closed.
+    """
+
+    def __init__(self) -> None:
+        self._open: list[tuple[int, weakref.ref[Iteration]]] = []
+
+    def depth(self) -> int:
+        """Return how deep a pass that begins now is nested: one more than those that have yielded already."""
+        self._drop_dead()
+        return 1 + max((depth for depth, _ in self._open), default=-1)
+
+    def advance(self, iteration: Iteration, *, depth: int) -> None:
+        """Note that a pass has yielded its first batch."""
+        self._drop_dead()
+        self._open.append((depth, weakref.ref(iteration)))
+
+    def close(self, iteration: Iteration) -> None:
+        """Note that a pass is over."""
+        self._open = [(depth, ref) for depth, ref in self._open if ref() is not None and ref() is not iteration]
+
+    def current(self) -> Iteration | None:
+        """Return the pass that drives; None when none is open."""
+        return self._innermost(trains=True)
+
+    def innermost(self) -> Iteration | None:
+        """Return the innermost pass, for training or not; None when none is open."""
+        return self._innermost(trains=False)
+
+    def _innermost(self, *, trains: bool) -> Iteration | None:
+        best: Iteration | None = None
+        best_depth = -1
+        for depth, ref in self._open:
+            iteration = ref()
+            if iteration is not None and depth > best_depth and (iteration.is_training or not trains):
+                best, best_depth = iteration, depth
+        return best
+
+    def _drop_dead(self) -> None:
+        self._open = [(depth, ref) for depth, ref in self._open if ref() is not None]

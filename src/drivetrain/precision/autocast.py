@@ -1,0 +1,49 @@
+"""Autocast around a model's forward, by hooks: the model stays the object that the user built."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from drivetrain.cluster.tree import map_tensors
+
+_HALF = (torch.float16, torch.bfloat16)
+
+
+class AutocastHooks:
+    """Enters autocast before a model's forward, leaves it afterwards, and returns half-precision outputs as float32.
+
+    A loss that is computed outside the model is so computed in float32. Recursive forwards nest.
+    """
+
+    def __init__(self, module: nn.Module, *, device_type: str, dtype: torch.dtype) -> None:
+        self._device_type = device_type
+        self._dtype = dtype
+        self._open: list[torch.autocast] = []
+        self._handles = [
+            module.register_forward_pre_hook(self._enter, prepend=True),
+            module.register_forward_hook(self._leave, always_call=True),
+        ]
+
+    def remove(self) -> None:
+        """Take the hooks off the model."""
+        for handle in self._handles:
+            handle.remove()
+
+    def _enter(self, module: nn.Module, inputs: tuple[Any, ...]) -> None:
+        del module, inputs
+        context = torch.autocast(self._device_type, dtype=self._dtype)
+        context.__enter__()
+        self._open.append(context)
+
+    def _leave(self, module: nn.Module, inputs: tuple[Any, ...], output: Any) -> Any:
+        del module, inputs
+        self._open.pop().__exit__(None, None, None)
+        return as_float32(output)
+
+
+def as_float32(output: Any) -> Any:
+    """Return `output` with its half-precision tensors as float32, containers keeping their types."""
+    return map_tensors(output, lambda tensor: tensor.float() if tensor.dtype in _HALF else tensor)

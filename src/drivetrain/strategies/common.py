@@ -1,0 +1,164 @@
+"""What strategies share: what they are made from, and functions on gradients that lie whole in `parameter.grad`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import clip_grad_value_, get_total_norm
+from torch.optim import Optimizer
+
+from drivetrain.cluster.process_group import Ranks
+from drivetrain.precision import AutocastHooks, Precision
+from drivetrain.protocols import Communication, Engine
+
+if TYPE_CHECKING:
+    from drivetrain.config import RunConfig
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StrategyContext:
+    """What a strategy is made from: where this rank runs, with whom, in which precision, and the settings."""
+
+    device: torch.device
+    ranks: Ranks
+    precision: Precision
+    config: RunConfig
+
+
+def gradients(parameters: Iterable[nn.Parameter]) -> list[Tensor]:
+    """Return the gradients that are there."""
+    return [parameter.grad for parameter in parameters if parameter.grad is not None]
+
+
+@torch.no_grad()
+def scale_gradients(parameters: Iterable[nn.Parameter], factor: float | Tensor) -> None:
+    """Multiply the gradients in place, keeping their dtype."""
+    if found := gradients(parameters):
+        torch._foreach_mul_(found, factor)
+
+
+@torch.no_grad()
+def clip_grad_norm(parameters: Iterable[nn.Parameter], *, max_norm: float, norm_type: float, factor: float) -> Tensor:
+    """Multiply replicated gradients by `factor` and clip their norm, in one pass over them.
+
+    Does not synchronise the host.
+
+    Returns:
+        The norm after the factor and before clipping, 0-d.
+
+    Source: Pascanu et al. 2013, arXiv 1211.5063.
+    """
+    found = gradients(parameters)
+    if not found:
+        return torch.zeros(())
+    norm = get_total_norm(found, norm_type)
+    if factor != 1.0:
+        norm = norm * factor
+    # The small number keeps a norm of zero from dividing; torch adds the same one.
+    coefficient = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
+    torch._foreach_mul_(found, coefficient * factor if factor != 1.0 else coefficient)
+    return norm
+
+
+def clip_grad_value(parameters: Iterable[nn.Parameter], *, clip_value: float) -> None:
+    """Clamp every element of the gradients to [-clip_value, clip_value]."""
+    clip_grad_value_(list(parameters), clip_value)
+
+
+def optimizer_parameters(optimizer: Optimizer) -> list[nn.Parameter]:
+    """Return the parameters of all groups, in order."""
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+class ReplicatedStepper:
+    """An optimizer whose parameters and gradients lie whole on every rank."""
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self.optimizer = optimizer
+
+    @property
+    def has_device_skip(self) -> bool:
+        """Whether the optimizer is fused: only those read a flag on the device."""
+        return all(group.get("fused") for group in self.optimizer.param_groups)
+
+    def unscale(self, scaler: torch.amp.GradScaler) -> None:
+        """Divide the gradients by the loss scale and record whether they are finite."""
+        scaler.unscale_(self.optimizer)
+
+    def grad_norm(self) -> Tensor:
+        """Return the L2 norm of this optimizer's gradients, 0-d; the same on every rank, as the gradients are."""
+        found = gradients(optimizer_parameters(self.optimizer))
+        return get_total_norm(found) if found else torch.zeros(())
+
+    def step(self, *, found_inf: Tensor | None = None) -> None:
+        """Apply the gradients, unless `found_inf` is not zero."""
+        if found_inf is None:
+            self.optimizer.step()
+            return
+        # The channel through which torch's own GradScaler tells a fused optimizer to leave everything untouched.
+        self.optimizer.found_inf = found_inf  # type: ignore[attr-defined]
+        try:
+            self.optimizer.step()
+        finally:
+            del self.optimizer.found_inf  # type: ignore[attr-defined]
+
+
+class ReplicatedStrategy:
+    """What single-process and data-parallel training have in common: every rank holds everything."""
+
+    @staticmethod
+    def communication(config: RunConfig) -> Communication:
+        """Return the defaults."""
+        del config
+        return Communication()
+
+    def attach(self, optimizer: Optimizer, engines: Sequence[Engine]) -> ReplicatedStepper:
+        """Prepare an optimizer."""
+        del engines
+        return ReplicatedStepper(optimizer)
+
+    clip_grad_norm = staticmethod(clip_grad_norm)
+    clip_grad_value = staticmethod(clip_grad_value)
+
+
+def autocast_hooks(module: nn.Module, context: StrategyContext) -> AutocastHooks | None:
+    """Return the hooks that run the model's forward under autocast; None where parameters' own dtype computes."""
+    dtype = context.precision.compute_dtype
+    return None if dtype is None else AutocastHooks(module, device_type=context.device.type, dtype=dtype)
+
+
+def replicated_state_dict(module: nn.Module) -> dict[str, Tensor]:
+    """Return parameters and persistent buffers, detached, under the module's own names."""
+    return {name: value.detach() for name, value in module.state_dict().items() if isinstance(value, Tensor)}
+
+
+class LocalEngine:
+    """A model that lies whole on the device of this rank, and of which nothing travels."""
+
+    def __init__(self, module: nn.Module, context: StrategyContext) -> None:
+        self.module = module.to(context.device)
+        self.prepared = self.module
+        self._autocast = autocast_hooks(module, context)
+
+    def begin(self, *, sync: bool) -> None:
+        """Nothing travels."""
+
+    def synchronize(self) -> None:
+        """Nothing travels."""
+
+    def scale_gradients(self, factor: float) -> None:
+        """Multiply all gradients in place."""
+        scale_gradients(self.module.parameters(), factor)
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Return parameters and persistent buffers."""
+        return replicated_state_dict(self.module)
+
+    def close(self) -> None:
+        """Take the autocast hooks off the model."""
+        if self._autocast is not None:
+            self._autocast.remove()

@@ -1,0 +1,241 @@
+"""Data parallelism: every rank holds the model, gradients are averaged by torch's DistributedDataParallel.
+
+DDP reduces gradients once for each forward, while the backward runs. The engine lets it do so whenever the last
+backward of a scope follows a forward of that scope, and knows what DDP leaves unreduced: a second loss of one
+forward, a scope without a backward. What is left it reduces by one more pass through DDP's own reducer, before the
+gradients are used.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+from drivetrain.cluster.tree import tensors_in
+from drivetrain.errors import TrainingStepError
+from drivetrain.protocols import Communication, Engine
+from drivetrain.strategies.common import (
+    LocalEngine,
+    ReplicatedStrategy,
+    StrategyContext,
+    autocast_hooks,
+    replicated_state_dict,
+    scale_gradients,
+)
+from drivetrain.strategies.ddp.settings import DDPSettings
+
+if TYPE_CHECKING:
+    from drivetrain.config import RunConfig
+
+_NAMES_SHOWN = 8
+
+
+class DataParallel(DistributedDataParallel):
+    """DDP whose attributes are also those of the model, and whose evaluation needs no other rank.
+
+    It notes whether the reducer is armed, and whether a backward came through the last forward.
+    """
+
+    def __init__(self, module: nn.Module, **options: Any) -> None:
+        super().__init__(module, **options)
+        self.is_armed = False
+        self.is_touched = False
+
+    @torch.compiler.disable(recursive=False)  # type: ignore[untyped-decorator]
+    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        """Run the model; with gradients, prepare the reduction that its backward will do."""
+        if not torch.is_grad_enabled():
+            return self.module(*inputs, **kwargs)
+        output: Any = super().forward(*inputs, **kwargs)  # type: ignore[no-untyped-call]
+        self.is_armed = self.require_backward_grad_sync
+        for tensor in tensors_in(output):
+            if tensor.requires_grad:
+                tensor.register_hook(self._note_backward)
+        return output
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(super().__getattr__("module"), name)
+
+    def _note_backward(self, gradient: Tensor) -> None:
+        del gradient
+        self.is_touched = True
+
+
+class DDPEngine:
+    """A model under DDP."""
+
+    def __init__(self, module: nn.Module, context: StrategyContext) -> None:
+        settings = context.config.section(DDPSettings)
+        self.module = module.to(context.device)
+        self._autocast = autocast_hooks(module, context)
+        self._checks_usage = not (settings.find_unused_parameters or settings.static_graph)
+        self._ddp = DataParallel(module, **_ddp_options(settings, context.device))
+        self.prepared: nn.Module = self._ddp
+        self._is_dirty = False
+
+    @property
+    def is_touched(self) -> bool:
+        """Whether the last backward came through this model."""
+        return self._ddp.is_touched
+
+    def begin(self, *, sync: bool) -> None:
+        """Let the next forwards arm the reducer, or not."""
+        self._ddp.require_backward_grad_sync = sync
+
+    def before_backward(self) -> None:
+        """Forget what earlier backwards touched."""
+        self._ddp.is_touched = False
+
+    def after_backward(self) -> None:
+        """Note whether what the backward left in the gradients is reduced."""
+        if not self._ddp.is_touched:
+            return
+        if self._ddp.is_armed:
+            self._ddp.is_armed = False
+            self._check_all_parameters_used()
+            self._is_dirty = False
+        else:
+            self._is_dirty = True
+
+    def join_backward(self) -> None:
+        """Stand in for a backward of the other ranks: contribute zeros where they reduce."""
+        if self._ddp.is_armed:
+            self._ddp.is_armed = False
+            self._reduce()
+        else:
+            self._is_dirty = True
+
+    def synchronize(self) -> None:
+        """Reduce what DDP left unreduced.
+
+        What is reduced already may be in there: averaging equal numbers leaves them as they are.
+        """
+        if self._is_dirty:
+            self._reduce()
+
+    def scale_gradients(self, factor: float) -> None:
+        """Multiply all gradients in place."""
+        scale_gradients(self.module.parameters(), factor)
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Return parameters and persistent buffers, of this rank: all ranks hold the same."""
+        return replicated_state_dict(self.module)
+
+    def close(self) -> None:
+        """Take the hooks off the model: those of autocast, and DDP's on the gradients."""
+        if self._autocast is not None:
+            self._autocast.remove()
+        self._ddp.reducer._remove_autograd_hooks()
+
+    def _reduce(self) -> None:
+        self._is_dirty = False
+        with torch.enable_grad():
+            nothing = _AddZeros.apply(*self.trainable())  # type: ignore[no-untyped-call]
+        # As DDP does at the end of a forward: from here the reducer waits for every parameter's gradient.
+        self._ddp.reducer.prepare_for_backward([nothing] if self._ddp.find_unused_parameters else [])
+        nothing.backward()
+
+    def trainable(self) -> list[nn.Parameter]:
+        """Return the parameters that DDP reduces."""
+        return [parameter for parameter in self.module.parameters() if parameter.requires_grad]
+
+    def _check_all_parameters_used(self) -> None:
+        if not self._checks_usage:
+            return
+        try:
+            self._ddp.reducer._check_reducer_finalized()
+        except RuntimeError as error:
+            unused = [
+                name for name, value in self.module.named_parameters() if value.requires_grad and value.grad is None
+            ]
+            shown = ", ".join(unused[:_NAMES_SHOWN]) + (", ..." if len(unused) > _NAMES_SHOWN else "")
+            raise TrainingStepError(
+                f"the loss does not depend on {len(unused) or 'some'} of the model's parameters "
+                f"({shown or 'unknown ones'}), and DDP waits for all gradients",
+                hint="use every parameter in every step, freeze them with requires_grad_(False), "
+                "or set `ddp_config.find_unused_parameters: true` (--ddp_find_unused_parameters)",
+            ) from error
+
+
+class _AddZeros(torch.autograd.Function):
+    """A number whose gradient is zero for every input, whatever the inputs are."""
+
+    @staticmethod
+    def forward(ctx: Any, *parameters: Tensor) -> Tensor:
+        ctx.save_for_backward(*parameters)
+        return parameters[0].new_zeros(())
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        del gradients
+        return tuple(parameter.new_zeros(()).expand_as(parameter) for parameter in ctx.saved_tensors)
+
+
+class DDPStrategy(ReplicatedStrategy):
+    """Data parallel training."""
+
+    def __init__(self, context: StrategyContext) -> None:
+        self._context = context
+        self.divisor = context.ranks.world_size
+
+    @staticmethod
+    def communication(config: RunConfig) -> Communication:
+        """Return the backend and the time-out of the settings."""
+        settings = config.section(DDPSettings)
+        default = Communication()
+        return Communication(backend=settings.backend, timeout_seconds=settings.timeout or default.timeout_seconds)
+
+    def setup(self, models: Sequence[nn.Module], optimizers: Sequence[Optimizer]) -> Sequence[Engine]:
+        """Put the models on the device, as rank 0 has them, and wrap those that are trained; collective."""
+        del optimizers
+        return [self._engine(model) for model in models]
+
+    def backward(self, loss: Tensor, engines: Sequence[Engine], *, contributes: bool, retain_graph: bool) -> None:
+        """Run the backward pass; where a forward armed the reducer, gradients are averaged on the way."""
+        trained = [engine for engine in engines if isinstance(engine, DDPEngine)]
+        if not contributes:
+            for engine in _reached(loss, trained, retain_graph=retain_graph):
+                engine.join_backward()
+            return
+        for engine in trained:
+            engine.before_backward()
+        loss.backward(retain_graph=retain_graph)
+        for engine in trained:
+            engine.after_backward()
+
+    def _engine(self, model: nn.Module) -> Engine:
+        if self.divisor > 1 and any(parameter.requires_grad for parameter in model.parameters()):
+            return DDPEngine(model, self._context)
+        engine = LocalEngine(model, self._context)
+        if self.divisor == 1:
+            return engine
+        with torch.no_grad():
+            for value in (*model.parameters(), *model.buffers()):
+                dist.broadcast(value, src=0)
+        return engine
+
+
+def _ddp_options(settings: DDPSettings, device: torch.device) -> dict[str, Any]:
+    """Return DDP's arguments: what differs from its defaults, and the device where it wants to know it."""
+    options = settings.model_dump(exclude={"backend", "timeout"}, exclude_defaults=True)
+    return options if device.type == "cpu" else {**options, "device_ids": [device.index]}
+
+
+def _reached(loss: Tensor, engines: Sequence[DDPEngine], *, retain_graph: bool) -> Sequence[DDPEngine]:
+    """Return the engines whose output the loss depends on, without touching a gradient."""
+    if len(engines) < 2:
+        return engines
+    for engine in engines:
+        engine.before_backward()
+    parameters = [parameter for engine in engines for parameter in engine.trainable()]
+    torch.autograd.grad(loss, parameters, allow_unused=True, retain_graph=retain_graph)
+    return [engine for engine in engines if engine.is_touched]
