@@ -1,0 +1,74 @@
+# `make demo` and `make test` need Python 3.11 or newer with pip and venv, and nothing else.
+# They set up .venv themselves; running a target again starts at once.
+
+PYTHON ?= python3
+ARGS ?=
+
+VENV := .venv
+BIN := $(VENV)/bin
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
+TIMEOUT := $(shell command -v timeout)
+# $(call within,SECONDS) bounds a command where the machine has `timeout` (macOS has none; the tests bound themselves).
+within = $(if $(TIMEOUT),$(TIMEOUT) --kill-after=10 $(1))
+# A folder of tests that is not there yet is no failure; an empty one is.
+tests_in = $(if $(wildcard $(1)),$(call within,$(2)) env $(PYTEST) $(1),@echo "$(1): none yet")
+
+.PHONY: demo test check ranks e2e docs soak bench clean
+
+demo: $(VENV)/installed
+	$(BIN)/drivetrain launch --cpu --num_processes 2 examples/language_model.py $(ARGS)
+
+test: $(VENV)/installed-test
+	$(MAKE) check
+	$(MAKE) ranks
+	$(MAKE) e2e
+	$(MAKE) docs
+
+check: $(VENV)/installed-test
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/python tests/support/house.py
+	$(call tests_in,tests/unit,180)
+
+ranks: $(VENV)/installed-test
+	$(call tests_in,tests/ranks,360)
+
+e2e: $(VENV)/installed-test
+	$(call tests_in,tests/e2e,300)
+
+docs: $(VENV)/installed-test
+	$(call tests_in,tests/docs,180)
+
+soak: $(VENV)/installed-test
+	$(PYTEST) -m soak --soak-results=tests/soak-results.md tests
+
+bench: $(VENV)/installed-bench
+	for file in benchmarks/*.py; do echo "== $$file"; $(BIN)/python "$$file" $(ARGS) || exit 1; done
+
+clean:
+	rm -rf $(VENV) out build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find src tests examples benchmarks docs -name __pycache__ -type d -prune -exec rm -rf {} +
+
+$(BIN)/python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+	  echo "error: $(PYTHON) is not Python 3.11 or newer"; \
+	  echo "  hint: name another one, such as make PYTHON=python3.11 $(MAKECMDGOALS)"; exit 2; }
+	$(PYTHON) -m venv $(VENV)
+
+# torch has a line of its own: it is by far the largest, and a failure here is then plainly about torch.
+$(VENV)/torch: constraints.txt | $(BIN)/python
+	$(BIN)/python -m pip install -c constraints.txt torch
+	@touch $@
+
+$(VENV)/installed: pyproject.toml constraints.txt $(VENV)/torch
+	$(BIN)/python -m pip install -c constraints.txt -e .
+	@touch $@
+
+$(VENV)/installed-test: pyproject.toml constraints.txt $(VENV)/torch
+	$(BIN)/python -m pip install -c constraints.txt -e '.[test]'
+	@touch $@ $(VENV)/installed
+
+$(VENV)/installed-bench: pyproject.toml constraints.txt $(VENV)/torch
+	$(BIN)/python -m pip install -c constraints.txt -e '.[bench]'
+	@touch $@ $(VENV)/installed
