@@ -197,6 +197,10 @@ class Accelerator:
                 prepared[index] = self.prepare_optimizer(value)
             elif kind is Kind.LOADER:
                 prepared[index] = self.prepare_data_loader(value)
+        if models:
+            for value in prepared.values():
+                if isinstance(value, PreparedOptimizer):
+                    value.check_models()
         # A schedule follows its optimizer, so that one comes first.
         for index, kind in enumerate(kinds):
             if kind is Kind.SCHEDULER:
@@ -250,7 +254,7 @@ class Accelerator:
                 return known
         for optimizer in self._optimizers:
             if scheduler.optimizer is optimizer or scheduler.optimizer is optimizer.optimizer:
-                prepared = PreparedScheduler(scheduler, optimizer, self._ledger, owner=self)
+                prepared = PreparedScheduler(scheduler, optimizer, owner=self)
                 self._schedulers.append(prepared)
                 return prepared
         raise PrepareError(
@@ -366,10 +370,9 @@ class Accelerator:
         if optimizer is not None:
             chosen = [optimizer] if isinstance(optimizer, PreparedOptimizer) else optimizer
         for one in chosen:
-            updates = self._ledger.updates_of(one.engines)
-            if updates.finish():
-                updates.unscale(one.stepper)
-                updates.scale()
+            if one.updates.finish():
+                one.updates.unscale(one.stepper)
+                one.updates.scale()
 
     def autocast(self) -> contextlib.AbstractContextManager[Any]:
         """Return a context in which computations outside a prepared model run in its precision."""
@@ -391,7 +394,7 @@ class Accelerator:
     @property
     def last_update(self) -> Update | None:
         """The update that was made last; None before the first."""
-        return self._run.last_update
+        return None if self._run.report is None else self._run.report()
 
     @property
     def num_skipped_steps(self) -> int | Tensor:

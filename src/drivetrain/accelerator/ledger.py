@@ -27,12 +27,14 @@ class Ledger:
     which everything between two steps is one scope.
 
     Attributes:
+        version: changes when models change their tuple, or one is added.
         scaler: the loss scaler of the first tuple of models; None where losses are not scaled.
         latest: the updates whose scope was opened, or whose backward ran, last.
     """
 
     def __init__(self, run: Run) -> None:
         self._run = run
+        self.version = 0
         self.scaler = run.make_scaler()
         self._by_model: dict[int, Engine] = {}
         self._by_parameter: dict[int, Engine] = {}
@@ -50,6 +52,7 @@ class Ledger:
 
     def add(self, engine: Engine) -> None:
         """Enter a prepared model."""
+        self.version += 1
         self._by_model[id(engine.module)] = engine
         self._by_model[id(engine.prepared)] = engine
         for parameter in engine.module.parameters():
@@ -157,6 +160,7 @@ class Ledger:
                 )
             self._by_key[key] = updates
             return updates
+        self.version += 1
         # The first tuple takes the scaler that the accelerator shows; what is left outside gets another one.
         scaler, self._implicit.scaler = self._implicit.scaler, self._run.make_scaler()
         updates = Updates(engines, self._run, scaler=scaler, is_implicit=False)

@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from drivetrain.accelerator.ledger import Ledger
+from drivetrain.accelerator.updates import Updates
 from drivetrain.errors import PrepareError, TrainingStepError
 from drivetrain.protocols import Engine, Stepper
 
@@ -33,6 +34,7 @@ class PreparedOptimizer(Optimizer):
         self.stepper = stepper
         self._ledger = ledger
         self._engines: list[Engine] | None = None
+        self._updates: tuple[int, Updates] | None = None
         self._skipped: bool | Tensor = False
 
     @property
@@ -51,6 +53,10 @@ class PreparedOptimizer(Optimizer):
         return self.optimizer.defaults
 
     @property
+    def _parameters(self) -> list[nn.Parameter]:
+        return [parameter for group in self.param_groups for parameter in group["params"]]
+
+    @property
     def engines(self) -> list[Engine]:
         """The engines of the models whose parameters it steps.
 
@@ -58,7 +64,7 @@ class PreparedOptimizer(Optimizer):
             PrepareError: it steps parameters of a model that is not prepared.
         """
         if self._engines is None:
-            parameters: list[nn.Parameter] = [value for group in self.param_groups for value in group["params"]]
+            parameters = self._parameters
             if count := self._ledger.strangers(parameters):
                 raise PrepareError(
                     f"{type(self.optimizer).__name__} steps {count} of {len(parameters)} parameters that belong to no "
@@ -67,6 +73,22 @@ class PreparedOptimizer(Optimizer):
                 )
             self._engines = self._ledger.owners(parameters)
         return self._engines
+
+    def check_models(self) -> None:
+        """Refuse an optimizer that knows none of the prepared models; some of its models may still come.
+
+        Raises:
+            PrepareError: it steps parameters of other models only.
+        """
+        if not self._ledger.owners(self._parameters):
+            _ = self.engines
+
+    @property
+    def updates(self) -> Updates:
+        """The updates that its models are in."""
+        if self._updates is None or self._updates[0] != self._ledger.version:
+            self._updates = self._ledger.version, self._ledger.updates_of(self.engines)
+        return self._updates[1]
 
     @property
     def step_was_skipped(self) -> bool | Tensor:
@@ -85,13 +107,13 @@ class PreparedOptimizer(Optimizer):
                 "optimizer.step(closure) evaluates the loss several times per update, which is not supported",
                 hint="call backward() yourself and step() without a closure",
             )
-        skipped = self._ledger.updates_of(self.engines).step(self.stepper)
+        skipped = self.updates.step(self.stepper)
         self._skipped = False if skipped is None else skipped
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear gradients, unless a window holds them that is not stepped yet."""
-        updates = self._ledger.updates_of(self.engines)
-        updates.zero_grad(self.stepper, set_to_none=set_to_none, is_alone=self._ledger.num_optimizers(updates) == 1)
+        is_alone = self._ledger.num_optimizers(self.updates) == 1
+        self.updates.zero_grad(self.stepper, set_to_none=set_to_none, is_alone=is_alone)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of the user's optimizer."""
@@ -105,6 +127,7 @@ class PreparedOptimizer(Optimizer):
         """Add a group to the user's optimizer."""
         self.optimizer.add_param_group(param_group)
         self._engines = None
+        self._updates = None
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.__dict__["optimizer"], name)
@@ -123,15 +146,14 @@ class PreparedScheduler:
         owner: the accelerator that prepared it.
     """
 
-    def __init__(self, scheduler: LRScheduler, optimizer: PreparedOptimizer, ledger: Ledger, *, owner: object) -> None:
+    def __init__(self, scheduler: LRScheduler, optimizer: PreparedOptimizer, *, owner: object) -> None:
         self.scheduler = scheduler
         self.owner = owner
         self._optimizer = optimizer
-        self._ledger = ledger
 
     def step(self, *args: Any, **kwargs: Any) -> None:
         """Advance the schedule by one update."""
-        if self._ledger.updates_of(self._optimizer.engines).is_between_steps:
+        if self._optimizer.updates.is_between_steps:
             return
         skipped = self._optimizer.step_was_skipped
         # A tensor stays on the device: the schedule advances rather than wait for it.

@@ -13,8 +13,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from drivetrain.cluster.control import Agreement, Call, Control, Rows
-from drivetrain.errors import RankMismatchError
+from drivetrain.errors import RankMismatchError, TopologyError
 from drivetrain.window import Window
+
+_LAST_WORD_SECONDS = 2.0
 
 
 class Totals:
@@ -49,7 +51,7 @@ class Totals:
         """
         if self._control.world_size == 1:
             items = window.tally().items
-            return items, _mean(self._sum(), items)
+            return items, self._mean_here(items)
         if self._agreement is None:
             self._start(Call.UPDATE, window)
         items, loss = self._wait()
@@ -65,13 +67,18 @@ class Totals:
             self._agreement.wait()
 
     def check_places(self) -> None:
-        """Raise if ranks are known to be at different places; waits for nobody.
+        """Raise if ranks turn out to be at different places; waits a moment for them to say so.
 
         Raises:
             RankMismatchError: they are.
         """
-        if self._agreement is not None and self._agreement.is_done:
-            self._agreement.wait()
+        if self._agreement is not None:
+            try:
+                self._agreement.wait(seconds=_LAST_WORD_SECONDS)
+            except RankMismatchError:
+                raise
+            except TopologyError:
+                return
 
     def _start(self, call: Call, window: Window) -> None:
         tally = window.tally()
@@ -98,6 +105,11 @@ class Totals:
             return items, self._agreement.tensor
         self._device_work.wait()
         return items, self._device_sum
+
+    def _mean_here(self, items: float) -> Tensor | None:
+        if len(self._losses) == 1 and self._losses[0][1] == items:
+            return self._losses[0][0].float()
+        return _mean(self._sum(), items)
 
     def _sum(self) -> Tensor | None:
         total = None

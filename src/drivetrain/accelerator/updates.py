@@ -52,6 +52,7 @@ class Run:
         window_size: how many scopes make an update, given the pass that drives; asked at the start of a window.
         make_scaler: a new loss scaler; None where losses are not scaled.
         num_skipped: optimizer steps that left the weights as they were.
+        report: returns the update that was made last; None before the first.
     """
 
     strategy: Strategy
@@ -62,7 +63,7 @@ class Run:
     window_size: Callable[[Iteration | None], int]
     make_scaler: Callable[[], torch.amp.GradScaler | None]
     num_skipped: int | Tensor = 0
-    last_update: Update | None = None
+    report: Callable[[], Update] | None = None
 
 
 @dataclass(slots=True)
@@ -100,6 +101,7 @@ class Updates:
         self._window: Window | None = None
         self._stepped: set[Stepper] = set()
         self._unscaled: set[Stepper] = set()
+        self._backwards = 0
         self._usual_backwards = 0
         self._was_unsynced = False
         self._is_counted = False
@@ -158,7 +160,8 @@ class Updates:
         is_filler = divisor is None
         self._totals.add(None if is_filler else loss.detach(), window.loss_weight)
         self._was_unsynced = self._held > 0
-        may_be_last = self._totals.num_backwards == 1 and self._usual_backwards <= 1
+        self._backwards += 1
+        may_be_last = self._backwards == 1 and self._usual_backwards <= 1
         if may_be_last and window.is_complete and not self._was_unsynced:
             self._totals.start(window)
         if divisor is not None and divisor != 1.0:
@@ -318,9 +321,10 @@ class Updates:
         self._totals = Totals(self._run.control, device=self._run.device)
 
     def _learn(self) -> None:
-        """Remember how many backwards come between two looks: the next window can count on it."""
-        if self._totals.num_backwards:
-            self._usual_backwards = self._totals.num_backwards
+        """Remember how many backwards a scope has before it is left or stepped: the next ones can count on it."""
+        if self._backwards:
+            self._usual_backwards = self._backwards
+        self._backwards = 0
 
     def _check_source(self, stepper: Stepper) -> None:
         """Refuse gradients that no backward() of ours has made: nothing is known of their scale."""
@@ -373,11 +377,14 @@ class Updates:
         )
 
     def _report(self, stepper: Stepper, *, skipped: bool | Tensor) -> None:
-        self._run.last_update = Update(
-            step=self._run.control.updates,
-            loss=self._gradients.loss,
-            num_items=self._gradients.items,
-            grad_norm=self._gradients.norm,
+        """Leave what `last_update` is made from when somebody asks; nobody does in most steps."""
+        step, gradients, lr = self._run.control.updates, self._gradients, stepper.optimizer.param_groups[0]["lr"]
+        lr = lr.clone() if isinstance(lr, Tensor) else lr
+        self._run.report = lambda: Update(
+            step=step,
+            loss=gradients.loss,
+            num_items=gradients.items,
+            grad_norm=gradients.norm,
             skipped=skipped,
-            lr=stepper.optimizer.param_groups[0]["lr"],
+            lr=lr,
         )

@@ -44,13 +44,13 @@ class Call(IntEnum):
 
 _PLACES = {
     Call.SETTINGS: "Accelerator(...)",
-    Call.BARRIER: "wait_for_everyone()",
+    Call.BARRIER: "wait_for_everyone() after update {}",
     Call.UPDATE: "update {}",
     Call.UPDATE_REST: "a further loss of update {}",
-    Call.GATHER: "gather() after {} updates",
-    Call.REDUCE: "reduce() after {} updates",
-    Call.PREPARE: "prepare() of a data loader",
-    Call.END: "the end of the run after {} updates",
+    Call.GATHER: "gather() after update {}",
+    Call.REDUCE: "reduce() after update {}",
+    Call.PREPARE: "prepare() of a data loader after update {}",
+    Call.END: "the end of the run after update {}",
 }
 
 
@@ -116,11 +116,6 @@ class Agreement:
         self._control = control
         self._matrix = matrix
         self._work = work
-
-    @property
-    def is_done(self) -> bool:
-        """Whether all ranks were here, so that `wait` returns at once."""
-        return self._work is None or self._work.is_completed()
 
     @property
     def tensor(self) -> Tensor:

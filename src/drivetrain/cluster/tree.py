@@ -29,21 +29,31 @@ def map_tensors(value: Any, function: Callable[[Tensor], Any]) -> Any:
             rebuilt[key] = map_tensors(item, function)
         return rebuilt
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        names = [field.name for field in dataclasses.fields(value) if field.init]
-        return dataclasses.replace(value, **{name: map_tensors(getattr(value, name), function) for name in names})
+        changes = {name: map_tensors(getattr(value, name), function) for name in _initialised(value)}
+        return dataclasses.replace(value, **changes)
     return value
+
+
+def leaves_in(value: Any) -> Iterator[Any]:
+    """Yield what is no container in `value`, in the order in which `map_tensors` comes to it."""
+    if isinstance(value, list | tuple):
+        for item in value:
+            yield from leaves_in(item)
+    elif isinstance(value, Mapping):
+        for item in value.values():
+            yield from leaves_in(item)
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        for name in _initialised(value):
+            yield from leaves_in(getattr(value, name))
+    else:
+        yield value
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:
     """Yield the tensors in `value`, going into the same containers as `map_tensors`."""
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, list | tuple):
-        for item in value:
-            yield from tensors_in(item)
-    elif isinstance(value, Mapping):
-        for item in value.values():
-            yield from tensors_in(item)
-    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
-        for field in dataclasses.fields(value):
-            yield from tensors_in(getattr(value, field.name))
+    return (leaf for leaf in leaves_in(value) if isinstance(leaf, Tensor))
+
+
+def _initialised(value: Any) -> list[str]:
+    """Return the fields of a dataclass that its constructor takes; the others follow from them."""
+    return [field.name for field in dataclasses.fields(value) if field.init]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence, Sized
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,7 +11,7 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSa
 from torch.utils.data.distributed import DistributedSampler
 
 from drivetrain.cluster.control import Call, Control
-from drivetrain.cluster.seed import derive
+from drivetrain.cluster.seed import derive, seeded
 from drivetrain.cluster.tree import map_tensors
 from drivetrain.data.drivers import Drivers
 from drivetrain.data.shares import Shares, shuffled
@@ -21,7 +21,6 @@ from drivetrain.window import Batch
 _KEPT_OPTIONS = (
     "num_workers",
     "collate_fn",
-    "pin_memory",
     "timeout",
     "worker_init_fn",
     "multiprocessing_context",
@@ -61,6 +60,8 @@ class PreparedLoader:
         self._order = _order_of(sampler, self._shares.length, seed=self._seed, control=context.control)
         self._batches = _RankBatches(self._shares, rank=context.control.rank, keeps_even=context.even_batches)
         options = {name: getattr(loader, name) for name in _KEPT_OPTIONS if hasattr(loader, name)}
+        # Without an accelerator there is nothing to pin for, and torch would warn in every epoch.
+        options["pin_memory"] = loader.pin_memory and context.device.type != "cpu"
         self._generator = torch.Generator()
         self._inner: DataLoader[Any] = DataLoader(
             loader.dataset, batch_sampler=self._batches, generator=self._generator, **options
@@ -102,7 +103,7 @@ class PreparedLoader:
         return _Pass(self._inner, self._shares, self._context)
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self.__dict__["_loader"], name)
+        return getattr(object.__getattribute__(self, "_loader"), name)
 
 
 class _Pass:
@@ -164,9 +165,12 @@ class _RankBatches(Sampler[list[int]]):
         return self._num_steps
 
     def __iter__(self) -> Iterator[list[int]]:
+        return self._in_order(self.order)
+
+    def _in_order(self, order: Sequence[int]) -> Iterator[list[int]]:
         for step in range(self._num_steps):
             rows = self._shares.rows_of(step, rank=self._rank)
-            yield [self.order[row] for row in rows] or [self.order[0]]
+            yield [order[row] for row in rows] or [order[0]]
 
 
 def _sampler_of(loader: DataLoader[Any]) -> Sampler[int]:
@@ -175,6 +179,12 @@ def _sampler_of(loader: DataLoader[Any]) -> Sampler[int]:
     Raises:
         DataError: a stream, batches of the user's own making, or a loader that is sharded already.
     """
+    made_by = type(loader)
+    if made_by.__iter__ is not DataLoader.__iter__ or made_by._get_iterator is not DataLoader._get_iterator:
+        raise DataError(
+            f"{made_by.__name__} iterates in its own way, which would be lost: prepare() reads the data set itself",
+            hint="move what it does into the data set or `collate_fn`, and give a plain torch DataLoader",
+        )
     if isinstance(loader.dataset, IterableDataset):
         raise DataError(
             f"{type(loader.dataset).__name__} is a stream, and only map-style data can be shared out over ranks so far",
@@ -192,6 +202,11 @@ def _sampler_of(loader: DataLoader[Any]) -> Sampler[int]:
         raise DataError(
             "the loader has a DistributedSampler, and prepare() shares its rows out itself",
             hint="give the loader `shuffle=True` or `shuffle=False` and no sampler",
+        )
+    if not isinstance(sampler, Sized):
+        raise DataError(
+            f"{type(sampler).__name__} has no length, so its rows cannot be shared out before they are drawn",
+            hint="give the sampler a __len__: the number of rows that it draws in an epoch",
         )
     return sampler  # type: ignore[return-value]
 
@@ -221,6 +236,8 @@ def _agree_on_shares(loader: DataLoader[Any], sampler: Sampler[int], context: Lo
         )
     length, batch_size, drop_last = facts
     shares = Shares(length=length, batch_size=batch_size, num_ranks=context.control.world_size, drop_last=drop_last)
+    if length == 0:
+        raise DataError("an epoch has no batch: the data set or its sampler is empty", hint="look at how it is built")
     if shares.num_steps == 0:
         raise DataError(
             f"an epoch has no batch: {length} rows make no full micro-step of "
@@ -232,20 +249,30 @@ def _agree_on_shares(loader: DataLoader[Any], sampler: Sampler[int], context: Lo
 
 def _order_of(sampler: Sampler[int], length: int, *, seed: int, control: Control) -> Callable[[int], Sequence[int]]:
     """Return the order of rows as a function of the epoch."""
-    if isinstance(sampler, SequentialSampler):
+    # A subclass may draw in its own way.
+    if type(sampler) is SequentialSampler:
         return lambda _: range(length)
-    if isinstance(sampler, RandomSampler) and not sampler.replacement and sampler.num_samples == length:
+    if type(sampler) is RandomSampler and not sampler.replacement and len(sampler.data_source) == length:
         return lambda epoch: shuffled(length, seed=seed, epoch=epoch)
-    return lambda epoch: _drawn_by_rank_0(sampler, length, epoch=epoch, control=control)
+    return lambda epoch: _drawn_by_rank_0(sampler, length, seed=derive(seed, epoch), epoch=epoch, control=control)
 
 
-def _drawn_by_rank_0(sampler: Sampler[int], length: int, *, epoch: int, control: Control) -> Sequence[int]:
-    """Return what rank 0 draws from the user's own sampler; collective."""
+def _drawn_by_rank_0(sampler: Sampler[int], length: int, *, seed: int, epoch: int, control: Control) -> Sequence[int]:
+    """Return what rank 0 draws from the user's own sampler, seeded for this epoch; collective."""
     if hasattr(sampler, "set_epoch"):
         sampler.set_epoch(epoch)
-    order: list[int] = control.exchange(list(sampler) if control.rank == 0 else None)[0]
+    own: list[int] | None = None
+    if control.rank == 0:
+        generator = getattr(sampler, "generator", None)
+        with seeded(seed, *([generator] if isinstance(generator, torch.Generator) else [])):
+            own = list(sampler)
+    control.agree(Call.PREPARE)
+    order: list[int] = control.exchange(own)[0]
     if len(order) != length:
-        raise DataError(f"{type(sampler).__name__} drew {len(order)} rows, and its length is {length}")
+        raise DataError(
+            f"{type(sampler).__name__} drew {len(order)} rows, and its length is {length}",
+            hint="make the sampler's __len__ the number of rows that it draws in an epoch",
+        )
     return order
 
 

@@ -22,15 +22,19 @@ class AutocastHooks:
         self._device_type = device_type
         self._dtype = dtype
         self._open: list[torch.autocast] = []
+        # Traced by torch.compile, a context that one function enters and another leaves would never be entered.
+        enter, leave = (torch.compiler.disable(hook) for hook in (self._enter, self._leave))
         self._handles = [
-            module.register_forward_pre_hook(self._enter, prepend=True),
-            module.register_forward_hook(self._leave, always_call=True),
+            module.register_forward_pre_hook(enter, prepend=True),
+            module.register_forward_hook(leave, always_call=True),
         ]
 
     def remove(self) -> None:
-        """Take the hooks off the model."""
+        """Take the hooks off the model, and leave the autocast of a forward that an interrupt has ended."""
         for handle in self._handles:
             handle.remove()
+        while self._open:
+            self._exit_innermost()
 
     def _enter(self, module: nn.Module, inputs: tuple[Any, ...]) -> None:
         del module, inputs
@@ -40,8 +44,12 @@ class AutocastHooks:
 
     def _leave(self, module: nn.Module, inputs: tuple[Any, ...], output: Any) -> Any:
         del module, inputs
-        self._open.pop().__exit__(None, None, None)
+        if self._open:  # not so where another hook has raised before ours was called
+            self._exit_innermost()
         return as_float32(output)
+
+    def _exit_innermost(self) -> None:
+        self._open.pop().__exit__(None, None, None)
 
 
 def as_float32(output: Any) -> Any:

@@ -38,9 +38,7 @@ class Precision:
         Raises:
             TopologyError: no autocast in this dtype there.
         """
-        if self.compute_dtype is None or device.type != "mps" or self.compute_dtype is torch.float16:
-            return
-        if not torch.amp.is_autocast_available(device.type):
+        if self.compute_dtype is not None and not torch.amp.is_autocast_available(device.type):
             raise TopologyError(
                 f"{device.type} has no autocast for {self.compute_dtype}", hint="use --mixed_precision no"
             )

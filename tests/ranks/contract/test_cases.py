@@ -146,7 +146,7 @@ def test_loops_of_unlike_length_end_with_an_error_that_says_who_is_where(topolog
         ranks.run(train_on_own_rows, topology.settings, [3, 5], is_prepared=False, ranks=2, timeout=10)
     kind, message = failed.value.exceptions[1]
     assert kind == "RankMismatchError"
-    assert "rank 0: the end of the run after 3 updates" in message
+    assert "rank 0: the end of the run after update 3" in message
     assert "rank 1: update 4" in message
 
 

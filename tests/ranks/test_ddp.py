@@ -1,0 +1,125 @@
+"""What DDP does underneath: how often gradients travel, and that its own ways keep working."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+
+from drivetrain import Accelerator
+from drivetrain.testing import ranks
+
+
+class Counter:
+    """Counts reductions; it is the state of a communication hook."""
+
+    def __init__(self) -> None:
+        self.buckets = 0
+
+
+# DDP wants the annotation itself, not its text.
+def counted(state, bucket):  # type: ignore[no-untyped-def]
+    state.buckets += 1
+    return allreduce_hook(None, bucket)
+
+
+def reductions_per_update(*, window: int, num_losses: int, uses_accumulate: bool) -> list[int]:
+    """Return how many buckets travelled in each of four updates of a model with one bucket."""
+    with Accelerator(cpu=True, gradient_accumulation_steps=window) as accelerator:
+        model = nn.Linear(3, 2)
+        model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        counter = Counter()
+        model.register_comm_hook(counter, counted)
+        seen, travelled = [], 0
+        for _ in range(4):
+            for _ in range(window):
+                with accelerator.accumulate(model) if uses_accumulate else _nothing():
+                    output = model(torch.ones(1, 3))
+                    for left in reversed(range(num_losses)):
+                        accelerator.backward(output.mean(), retain_graph=left > 0)
+                    optimizer.step()
+                    optimizer.zero_grad()
+            seen.append(counter.buckets - travelled)
+            travelled = counter.buckets
+        return seen
+
+
+class _nothing:
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, *_: object) -> None: ...
+
+
+@pytest.mark.parametrize("window", [1, 4])
+@pytest.mark.parametrize("num_losses", [1, 3])
+def test_gradients_travel_once_per_update(window: int, num_losses: int) -> None:
+    results = ranks.run(reductions_per_update, window=window, num_losses=num_losses, uses_accumulate=True, ranks=2)
+    assert results == [[1, 1, 1, 1]] * 2
+
+
+def test_gradients_travel_once_per_update_without_accumulate() -> None:
+    results = ranks.run(reductions_per_update, window=1, num_losses=1, uses_accumulate=False, ranks=2)
+    assert results == [[1, 1, 1, 1]] * 2
+
+
+def train_two_heads(*, losses: str, find_unused: bool) -> tuple[list[float], float]:
+    """Two heads over a trunk, a loss for each; return all weights and the norm of the last update."""
+    torch.manual_seed(0)
+    model: Any = nn.ModuleDict({"trunk": nn.Linear(3, 4), "left": nn.Linear(4, 1), "right": nn.Linear(4, 1)})
+    model.forward = lambda rows: tuple(model[head](model["trunk"](rows).tanh()) for head in ("left", "right"))
+    settings: dict[str, Any] = {"ddp_config": {"find_unused_parameters": True}} if find_unused else {}
+    with Accelerator(cpu=True, gradient_accumulation_steps=2, **settings) as accelerator:
+        prepared, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        rows = torch.arange(24.0).reshape(8, 3) / 10
+        share = 8 // accelerator.num_processes // 2
+        for start in (0, 4):
+            with accelerator.accumulate(prepared):
+                first = start + accelerator.process_index * share
+                left, right = prepared(rows[first : first + share])
+                if losses == "apart":
+                    accelerator.backward(left.square().mean(), retain_graph=True)
+                    accelerator.backward(right.square().mean())
+                else:
+                    accelerator.backward(left.square().mean() + right.square().mean())
+                norm = accelerator.clip_grad_norm_(prepared.parameters(), 100.0)
+                optimizer.step()
+        assert norm is not None
+        return [weight for value in model.parameters() for weight in value.flatten().tolist()], norm.item()
+
+
+@pytest.mark.parametrize("find_unused", [False, True])
+def test_losses_that_use_other_parts_of_the_model_add_up(find_unused: bool) -> None:
+    [(expected, norm)] = ranks.run(train_two_heads, losses="together", find_unused=False, ranks=1)
+    for weights, got in ranks.run(train_two_heads, losses="apart", find_unused=find_unused, ranks=2):
+        assert weights == pytest.approx(expected, abs=1e-6)
+        assert got == pytest.approx(norm, rel=1e-5)
+
+
+def ddp_options() -> tuple[bool, bool, int]:
+    settings = {"bucket_cap_mb": 7, "find_unused_parameters": True, "gradient_as_bucket_view": True, "timeout": 30}
+    with Accelerator(cpu=True, ddp_config=settings) as accelerator:
+        model = accelerator.prepare(nn.Linear(2, 2))
+        return model.find_unused_parameters, model.gradient_as_bucket_view, model.bucket_bytes_cap
+
+
+def test_settings_reach_ddp() -> None:
+    assert ranks.run(ddp_options, ranks=2) == [(True, True, 7 * 2**20)] * 2
+
+
+def batch_norm_evaluation() -> list[float]:
+    """Evaluation on rank 0 alone must not wait for the others, though DDP would send buffers in a forward."""
+    with Accelerator(cpu=True) as accelerator:
+        model = accelerator.prepare(nn.Sequential(nn.BatchNorm1d(2), nn.Linear(2, 1)))
+        accelerator.backward(model(torch.randn(4, 2)).sum())
+        if accelerator.is_main_process:
+            with torch.no_grad():
+                model(torch.ones(3, 2))
+        accelerator.wait_for_everyone()
+        return accelerator.get_state_dict(model)["0.running_mean"].tolist()
+
+
+def test_evaluation_on_one_rank_waits_for_nobody() -> None:
+    ranks.run(batch_norm_evaluation, ranks=2, timeout=20)

@@ -1,0 +1,174 @@
+"""`prepare` and what it returns, on one process."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from drivetrain import Accelerator
+from drivetrain.accelerator.optimizer import PreparedOptimizer, PreparedScheduler
+from drivetrain.errors import ConfigError, PrepareError
+
+
+@pytest.fixture
+def accelerator() -> Accelerator:
+    return Accelerator(cpu=True)
+
+
+def parts() -> tuple[nn.Module, torch.optim.Optimizer, DataLoader[Any], torch.optim.lr_scheduler.LRScheduler]:
+    model = nn.Linear(3, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    loader = DataLoader(TensorDataset(torch.randn(10, 3)), batch_size=2)
+    return model, optimizer, loader, torch.optim.lr_scheduler.StepLR(optimizer, 2)
+
+
+def test_prepare_in_any_order_returns_that_order(accelerator: Accelerator) -> None:
+    model, optimizer, loader, scheduler = parts()
+    prepared = accelerator.prepare(scheduler, loader, optimizer, model)
+    assert isinstance(prepared[0], PreparedScheduler)
+    assert prepared[1].dataset is loader.dataset
+    assert isinstance(prepared[2], PreparedOptimizer)
+    assert prepared[3] is model
+
+
+def test_prepare_of_what_is_prepared_returns_it(accelerator: Accelerator) -> None:
+    once = accelerator.prepare(*parts())
+    assert all(first is second for first, second in zip(once, accelerator.prepare(*once), strict=True))
+
+
+def test_prepare_of_the_same_originals_returns_the_same(accelerator: Accelerator) -> None:
+    model, optimizer, _, scheduler = parts()
+    once = accelerator.prepare(model, optimizer, scheduler)
+    again = accelerator.prepare(model, optimizer, scheduler)
+    assert all(first is second for first, second in zip(once, again, strict=True))
+
+
+def test_prepare_one_by_one_works_with_the_optimizer_first(accelerator: Accelerator) -> None:
+    model, optimizer, _, scheduler = parts()
+    optimizer = accelerator.prepare(optimizer)
+    scheduler = accelerator.prepare(scheduler)
+    model = accelerator.prepare(model)
+    before = model.weight.clone()
+    accelerator.backward(model(torch.ones(1, 3)).sum())
+    optimizer.step()
+    assert not torch.equal(model.weight, before)
+
+
+def test_optimizer_is_seen_through(accelerator: Accelerator) -> None:
+    model, original, _, _ = parts()
+    model, optimizer = accelerator.prepare(model, original)
+    assert isinstance(optimizer, torch.optim.Optimizer)
+    assert optimizer.param_groups is original.param_groups
+    assert optimizer.defaults is original.defaults
+    accelerator.backward(model(torch.ones(1, 3)).sum())
+    optimizer.step()
+    assert optimizer.state is original.state
+    assert optimizer.state_dict()["state"].keys() == {0, 1}
+    optimizer.load_state_dict(original.state_dict())
+    extra = nn.Parameter(torch.zeros(1))
+    optimizer.add_param_group({"params": [extra], "lr": 1.0})
+    assert original.param_groups[1]["lr"] == 1.0
+
+
+def test_schedule_built_on_a_prepared_optimizer_works(accelerator: Accelerator) -> None:
+    model, optimizer, _, _ = parts()
+    model, optimizer = accelerator.prepare(model, optimizer)
+    scheduler = accelerator.prepare(torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5))
+    accelerator.backward(model(torch.ones(1, 3)).sum())
+    optimizer.step()
+    scheduler.step()
+    assert optimizer.param_groups[0]["lr"] == 0.05
+    assert scheduler.get_last_lr() == [0.05]
+
+
+def test_plateau_schedule_gets_its_metric(accelerator: Accelerator) -> None:
+    model, optimizer, _, _ = parts()
+    scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.1, patience=0)
+    model, optimizer, scheduler = accelerator.prepare(model, optimizer, scheduler)
+    for metric in (1.0, 2.0):
+        accelerator.backward(model(torch.ones(1, 3)).sum())
+        optimizer.step()
+        scheduler.step(metric)
+    assert optimizer.param_groups[0]["lr"] == pytest.approx(0.01)
+
+
+def test_unwrap_returns_the_model(accelerator: Accelerator) -> None:
+    model = nn.Linear(2, 2)
+    assert accelerator.unwrap_model(accelerator.prepare(model)) is model
+    stranger = nn.Linear(2, 2)
+    assert accelerator.unwrap_model(stranger) is stranger
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message", "hint"),
+    [
+        (None, "argument 1 of prepare() is None", "models, optimizers, data loaders"),
+        (torch.ones(2), "is a Tensor", "accelerator.device"),
+        ([1, 2, 3], "is a list", "DataLoader"),
+        (TensorDataset(torch.ones(2)), "is a TensorDataset", "DataLoader"),
+        (nn.Linear, "is the class Linear", r"Linear(...)"),
+        ("model", "is a str", ""),
+        (lambda x: x, "is a function", "models, optimizers"),
+    ],
+)
+def test_prepare_of_a_wrong_thing_names_it(accelerator: Accelerator, wrong: object, message: str, hint: str) -> None:
+    with pytest.raises(PrepareError) as error:
+        accelerator.prepare(wrong)
+    assert message in str(error.value)
+    assert hint in str(error.value)
+
+
+def test_model_without_parameters_is_refused(accelerator: Accelerator) -> None:
+    with pytest.raises(PrepareError, match="Sequential has no parameters"):
+        accelerator.prepare(nn.Sequential(nn.ReLU()))
+
+
+def test_wrapped_model_is_refused(accelerator: Accelerator) -> None:
+    with pytest.raises(PrepareError, match="wrapped in DataParallel already"):
+        accelerator.prepare(nn.DataParallel(nn.Linear(2, 2)))
+
+
+def test_optimizer_of_another_model_is_refused_at_its_first_use(accelerator: Accelerator) -> None:
+    model = accelerator.prepare(nn.Linear(2, 2))
+    optimizer = accelerator.prepare(torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=0.1))
+    accelerator.backward(model(torch.ones(1, 2)).sum())
+    with pytest.raises(PrepareError, match="SGD steps 2 of 2 parameters that belong to no model"):
+        optimizer.step()
+
+
+def test_optimizer_of_another_model_prepared_together_is_refused_at_once(accelerator: Accelerator) -> None:
+    with pytest.raises(PrepareError, match="SGD steps 2 of 2 parameters that belong to no model"):
+        accelerator.prepare(nn.Linear(2, 2), torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=0.1))
+
+
+def test_schedule_of_an_unknown_optimizer_is_refused(accelerator: Accelerator) -> None:
+    _, _, _, scheduler = parts()
+    with pytest.raises(PrepareError, match="StepLR was built for an optimizer that is not prepared"):
+        accelerator.prepare(scheduler)
+
+
+def test_objects_of_another_accelerator_are_refused(accelerator: Accelerator) -> None:
+    _, optimizer, loader, scheduler = Accelerator(cpu=True).prepare(*parts())
+    for value in (optimizer, loader, scheduler):
+        with pytest.raises(PrepareError, match="was prepared by another Accelerator"):
+            accelerator.prepare(value)
+
+
+def test_unknown_argument_names_the_nearest() -> None:
+    with pytest.raises(ConfigError, match="gradient_accumulation_steps"):
+        Accelerator(cpu=True, gradient_acumulation_steps=2)
+
+
+def test_free_memory_lets_go_of_models(accelerator: Accelerator) -> None:
+    model, optimizer = nn.Linear(2, 2), None
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer = accelerator.prepare(model, optimizer)
+    accelerator.free_memory()
+    with pytest.raises(PrepareError, match="not a model that this accelerator has prepared"):
+        accelerator.get_state_dict(model)
+    other = accelerator.prepare(nn.Linear(2, 2))
+    accelerator.backward(other(torch.ones(1, 2)).sum())
