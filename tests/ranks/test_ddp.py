@@ -123,3 +123,59 @@ def batch_norm_evaluation() -> list[float]:
 
 def test_evaluation_on_one_rank_waits_for_nobody() -> None:
     ranks.run(batch_norm_evaluation, ranks=2, timeout=20)
+
+
+def train_after_thawing() -> None:
+    with Accelerator(cpu=True) as accelerator:
+        model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
+        model[0].requires_grad_(False)
+        prepared, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        for _ in range(2):
+            accelerator.backward(prepared(torch.ones(1, 2)).sum())
+            optimizer.step()
+            model[0].requires_grad_(True)
+
+
+def test_parameter_that_is_thawed_after_prepare_is_refused() -> None:
+    with pytest.raises(ranks.RanksFailed) as failed:
+        ranks.run(train_after_thawing, ranks=2, timeout=20)
+    for rank in (0, 1):
+        assert failed.value.exceptions[rank][0] == "TrainingStepError"
+        assert "0.weight is trained now and was frozen" in failed.value.exceptions[rank][1]
+
+
+class Opaque:
+    """An output that nobody can look into."""
+
+    def __init__(self, value: torch.Tensor) -> None:
+        self.value = value
+
+
+class HidesItsOutput(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(1))
+
+    def forward(self, factor: float) -> Opaque:
+        return Opaque(self.weight * factor)
+
+
+def train_hidden_outputs(*, num_losses: int, uses_accumulate: bool) -> float:
+    with Accelerator(cpu=True) as accelerator:
+        model = HidesItsOutput()
+        prepared, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=1.0))
+        for _ in range(3):
+            with accelerator.accumulate(prepared) if uses_accumulate else _nothing():
+                output = prepared(accelerator.process_index + 1.0)
+                for left in reversed(range(num_losses)):
+                    accelerator.backward(output.value.sum(), retain_graph=left > 0)
+                optimizer.step()
+                optimizer.zero_grad()
+        return accelerator.get_state_dict(prepared)["weight"].item()
+
+
+@pytest.mark.parametrize("uses_accumulate", [True, False])
+@pytest.mark.parametrize("num_losses", [1, 2])
+def test_outputs_that_hide_their_tensors_train_right(num_losses: int, uses_accumulate: bool) -> None:
+    results = ranks.run(train_hidden_outputs, num_losses=num_losses, uses_accumulate=uses_accumulate, ranks=2)
+    assert results == [-1.5 * 3 * num_losses] * 2

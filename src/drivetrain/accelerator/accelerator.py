@@ -20,7 +20,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
 from drivetrain.accelerator.export import write_weights
-from drivetrain.accelerator.kinds import Kind, check_model, check_owner, kind_of
+from drivetrain.accelerator.kinds import Kind, check_loss, check_model, check_owner, kind_of
 from drivetrain.accelerator.ledger import Ledger
 from drivetrain.accelerator.optimizer import PreparedOptimizer, PreparedScheduler
 from drivetrain.accelerator.start import say_batch, start
@@ -310,6 +310,7 @@ class Accelerator:
         Raises:
             TrainingStepError: sums and means in one window, or a call outside the scope that it belongs to.
         """
+        check_loss(loss)
         self._ledger.current().backward(loss, num_items=num_items, retain_graph=retain_graph)
 
     @contextlib.contextmanager

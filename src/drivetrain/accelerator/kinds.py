@@ -1,4 +1,4 @@
-"""What `prepare` was given: sorting objects by kind, and refusing what it cannot take."""
+"""What the accelerator was given: sorting objects by kind, and refusing what it cannot take."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from drivetrain.accelerator.optimizer import PreparedScheduler
 from drivetrain.data import PreparedLoader
-from drivetrain.errors import PrepareError
+from drivetrain.errors import PrepareError, TrainingStepError
 
 
 class Kind(Enum):
@@ -60,6 +60,27 @@ def check_model(model: nn.Module) -> None:
         raise PrepareError(
             f"{type(model).__name__} has no parameters, so there is nothing to train",
             hint="leave it out of prepare(), and move it with .to(accelerator.device) if needed",
+        )
+
+
+def check_loss(loss: object) -> None:
+    """Refuse what has no gradient, before any rank waits for it.
+
+    Raises:
+        TrainingStepError: it is no tensor of one element, or depends on no parameter.
+    """
+    if not isinstance(loss, Tensor):
+        hint = "pass its `loss`" if hasattr(loss, "loss") else "pass a tensor of one element"
+        raise TrainingStepError(f"backward() takes a loss, and was given {_described(loss)}", hint=hint)
+    if loss.numel() != 1:
+        raise TrainingStepError(
+            f"backward() takes a loss of one element, and was given a tensor of shape {tuple(loss.shape)}",
+            hint="take its mean, or its sum with `num_items`",
+        )
+    if not loss.requires_grad:
+        raise TrainingStepError(
+            "the loss given to backward() depends on no parameter that is trained",
+            hint="compute it from the model's output, outside torch.no_grad()",
         )
 
 

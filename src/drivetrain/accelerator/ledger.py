@@ -57,6 +57,7 @@ class Ledger:
         self._by_model[id(engine.prepared)] = engine
         for parameter in engine.module.parameters():
             self._by_parameter[id(parameter)] = engine
+        engine.begin(sync=False)
         self._updates[engine] = self._implicit
         self._implicit.engines.append(engine)
 

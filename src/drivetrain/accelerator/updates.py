@@ -128,19 +128,16 @@ class Updates:
     def release_sync(self) -> None:
         """Let backwards reduce gradients again, if nothing else holds them."""
         self._held -= 1
-        if not self._held:
-            for engine in self.engines:
-                engine.begin(sync=self.is_implicit)
+        if self.is_implicit or self.is_open:
+            self._allow_sync()
 
     def enter(self) -> None:
         """Open a scope; the forwards in it come after this."""
         if self.is_open:
             raise TrainingStepError("accumulate() was entered again for the same models before it was left")
         self.is_open = True
-        window = self._open_scope()
-        sync = window.is_complete and self._usual_backwards == 1 and not self._held
-        for engine in self.engines:
-            engine.begin(sync=sync)
+        self._open_scope()
+        self._allow_sync()
 
     def leave(self) -> None:
         """Close the scope."""
@@ -158,9 +155,9 @@ class Updates:
             self._start_phase()
         divisor = window.weigh(num_items)
         is_filler = divisor is None
-        self._totals.add(None if is_filler else loss.detach(), window.loss_weight)
+        self._totals.add(None if is_filler else loss.detach().reshape(()), window.loss_weight)
         self._was_unsynced = self._held > 0
-        self._backwards += 1
+        self._backwards += not self._was_unsynced
         may_be_last = self._backwards == 1 and self._usual_backwards <= 1
         if may_be_last and window.is_complete and not self._was_unsynced:
             self._totals.start(window)
@@ -260,6 +257,8 @@ class Updates:
         finally:
             self._report(stepper, skipped=skipped)
         self._run.num_skipped += skipped
+        if self.is_implicit:
+            self._allow_sync()
         return skipped
 
     def zero_grad(self, stepper: Stepper, *, set_to_none: bool, is_alone: bool) -> None:
@@ -297,6 +296,12 @@ class Updates:
             batch = None if iteration is None else iteration.facts(window_size=1)
         self._window.enter(batch)
         return self._window
+
+    def _allow_sync(self) -> None:
+        """Let the next backward reduce gradients where it is the last of an update, as far as one can know."""
+        ends_window = self.is_implicit or self.is_complete
+        for engine in self.engines:
+            engine.begin(sync=ends_window and self._usual_backwards == 1 and not self._held)
 
     def _forget(self) -> None:
         """Make room for a new window."""

@@ -531,3 +531,26 @@ def test_rows_are_never_read_twice_over_epochs() -> None:
     orders = [[row for (batch,) in batches for row in batch.tolist()] for _ in range(2)]
     assert [sorted(order) for order in orders] == [list(range(7))] * 2
     assert orders[0] != orders[1]
+
+
+@pytest.mark.parametrize(
+    ("loss", "message"),
+    [
+        (torch.ones(2, requires_grad=True), r"a tensor of shape \(2,\)"),
+        (torch.ones(()), "depends on no parameter"),
+        (1.5, "was given a float"),
+    ],
+)
+def test_loss_that_has_no_gradient_is_refused(loss: Any, message: str) -> None:
+    accelerator = Accelerator(cpu=True)
+    trained(accelerator)
+    with pytest.raises(TrainingStepError, match=message):
+        accelerator.backward(loss)
+
+
+def test_loss_of_shape_one_is_logged_without_it() -> None:
+    accelerator = Accelerator(cpu=True)
+    model, optimizer = trained(accelerator)
+    accelerator.backward(model(one()))
+    optimizer.step()
+    assert accelerator.last_update.loss.shape == ()

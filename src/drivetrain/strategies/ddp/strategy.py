@@ -46,6 +46,7 @@ class DataParallel(DistributedDataParallel):
         super().__init__(module, **options)
         self.is_armed = False
         self.is_touched = False
+        self.is_opaque = False
 
     @torch.compiler.disable(recursive=False)  # type: ignore[untyped-decorator]
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
@@ -54,9 +55,11 @@ class DataParallel(DistributedDataParallel):
             return self.module(*inputs, **kwargs)
         output: Any = super().forward(*inputs, **kwargs)  # type: ignore[no-untyped-call]
         self.is_armed = self.require_backward_grad_sync
-        for tensor in tensors_in(output):
-            if tensor.requires_grad:
-                tensor.register_hook(self._note_backward)
+        watched = [tensor for tensor in tensors_in(output) if tensor.requires_grad]
+        for tensor in watched:
+            tensor.register_hook(self._note_backward)
+        # An output that cannot be looked into: any backward may come through it.
+        self.is_opaque = not watched
         return output
 
     def __getattr__(self, name: str) -> Any:
@@ -81,6 +84,8 @@ class DDPEngine:
         self._ddp = DataParallel(module, **_ddp_options(settings, context.device))
         self.prepared: nn.Module = self._ddp
         self._is_dirty = False
+        self._trained = [value for value in module.named_parameters() if value[1].requires_grad]
+        self._frozen = [value for value in module.named_parameters() if not value[1].requires_grad]
 
     @property
     def is_touched(self) -> bool:
@@ -93,7 +98,7 @@ class DDPEngine:
 
     def before_backward(self) -> None:
         """Forget what earlier backwards touched."""
-        self._ddp.is_touched = False
+        self._ddp.is_touched = self._ddp.is_opaque
 
     def after_backward(self) -> None:
         """Note whether what the backward left in the gradients is reduced."""
@@ -118,7 +123,16 @@ class DDPEngine:
         """Reduce what DDP left unreduced.
 
         What is reduced already may be in there: averaging equal numbers leaves them as they are.
+
+        Raises:
+            TrainingStepError: a parameter is trained that was frozen when the model was prepared.
         """
+        for name, parameter in self._frozen:
+            if parameter.requires_grad:
+                raise TrainingStepError(
+                    f"{name} is trained now and was frozen when the model was prepared, so DDP does not reduce it",
+                    hint="prepare the model with every parameter that will be trained unfrozen",
+                )
         if self._is_dirty:
             self._reduce()
 
@@ -139,14 +153,15 @@ class DDPEngine:
     def _reduce(self) -> None:
         self._is_dirty = False
         with torch.enable_grad():
-            nothing = _AddZeros.apply(*self.trainable())  # type: ignore[no-untyped-call]
+            # In the order in which a backward would come to them, in which DDP then lays out its buckets.
+            nothing = _AddZeros.apply(*reversed(self.trainable()))  # type: ignore[no-untyped-call]
         # As DDP does at the end of a forward: from here the reducer waits for every parameter's gradient.
         self._ddp.reducer.prepare_for_backward([nothing] if self._ddp.find_unused_parameters else [])
         nothing.backward()
 
     def trainable(self) -> list[nn.Parameter]:
         """Return the parameters that DDP reduces."""
-        return [parameter for parameter in self.module.parameters() if parameter.requires_grad]
+        return [parameter for _, parameter in self._trained]
 
     def _check_all_parameters_used(self) -> None:
         if not self._checks_usage:
@@ -154,14 +169,12 @@ class DDPEngine:
         try:
             self._ddp.reducer._check_reducer_finalized()
         except RuntimeError as error:
-            unused = [
-                name for name, value in self.module.named_parameters() if value.requires_grad and value.grad is None
-            ]
+            unused = [name for name, parameter in self._trained if parameter.grad is None]
             shown = ", ".join(unused[:_NAMES_SHOWN]) + (", ..." if len(unused) > _NAMES_SHOWN else "")
             raise TrainingStepError(
                 f"the loss does not depend on {len(unused) or 'some'} of the model's parameters "
                 f"({shown or 'unknown ones'}), and DDP waits for all gradients",
-                hint="use every parameter in every step, freeze them with requires_grad_(False), "
+                hint="use every parameter in every step, freeze them with requires_grad_(False) before prepare(), "
                 "or set `ddp_config.find_unused_parameters: true` (--ddp_find_unused_parameters)",
             ) from error
 
