@@ -7,7 +7,6 @@ added up there by a second one.
 
 from __future__ import annotations
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -100,7 +99,7 @@ class Totals:
         rows = self._agreement.wait()
         _check_forms(rows)
         _check_windows(rows)
-        items = float(rows[:, 0].sum())
+        items = sum(row[0] for row in rows)
         if self._device_sum is None or self._device_work is None:
             return items, self._agreement.tensor
         self._device_work.wait()
@@ -120,7 +119,7 @@ class Totals:
 
 
 def _check_forms(rows: Rows) -> None:
-    with_means, with_sums = (np.flatnonzero(rows[:, column]).tolist() for column in (1, 2))
+    with_means, with_sums = ([rank for rank, row in enumerate(rows) if row[column]] for column in (1, 2))
     if with_means and with_sums:
         raise RankMismatchError(
             f"backward() was given `num_items` on ranks {with_sums} and not on ranks {with_means}",
@@ -129,12 +128,12 @@ def _check_forms(rows: Rows) -> None:
 
 
 def _check_windows(rows: Rows) -> None:
-    contributing = rows[rows[:, 1] + rows[:, 2] > 0]
-    if (contributing[:, 3:] == contributing[:1, 3:]).all():
+    places = [row[3:] for row in rows if row[1] or row[2]]
+    if all(place == places[0] for place in places):
         return
     lines = [
         f"\n  rank {rank}: scope {scopes:g} of {size:g}, planned for {base:g} items"
-        for rank, (*_, base, scopes, size) in enumerate(rows.tolist())
+        for rank, (*_, base, scopes, size) in enumerate(rows)
     ]
     raise RankMismatchError(
         f"ranks are at different places of one update:{''.join(lines)}",

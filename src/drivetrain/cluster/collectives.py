@@ -33,23 +33,31 @@ class Collectives:
         self._device = device
         self._checks = checks
 
-    def gather(self, value: Any) -> Any:
+    def gather(self, value: Any, *, contributes: bool = True) -> Any:
         """Return the ranks' tensors joined along dim 0, by rank; a 0-d tensor counts as one row. Collective.
 
         The result is detached from the graph, and on the device of this rank.
+
+        Args:
+            contributes: False for a rank whose rows are not to be in the result.
 
         Raises:
             DataError: something in `value` is neither a tensor nor None.
             RankMismatchError: ranks gave other structures, dtypes or sizes; dim 0 alone may differ.
         """
         _check_leaves(value, Call.GATHER)
+        if not contributes:
+            value = map_tensors(value, lambda tensor: _with_rows(tensor)[:0])
         if self._control.world_size == 1:
             return map_tensors(value, self._own_rows)
         rows = iter(zip(*self._row_counts(value), strict=True))
         return map_tensors(value, lambda tensor: self._gather_tensor(tensor, next(rows)))
 
-    def gather_object(self, values: Iterable[Any]) -> list[Any]:
+    def gather_object(self, values: Iterable[Any], *, contributes: bool = True) -> list[Any]:
         """Return the ranks' lists joined, by rank; of any objects that can be pickled. Collective.
+
+        Args:
+            contributes: False for a rank whose objects are not to be in the result.
 
         Raises:
             DataError: it is no list.
@@ -60,7 +68,7 @@ class Collectives:
                 f"objects are gathered from lists, one per row of the batch, and this is a {type(values).__name__}",
                 hint="put the object into a list, also where it is a single one",
             )
-        own = list(values)
+        own = list(values) if contributes else []
         if self._control.world_size == 1:
             return own
         self._compare(Call.GATHER, "a list of objects")

@@ -15,10 +15,8 @@ from datetime import timedelta
 from enum import IntEnum
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
-from numpy.typing import NDArray
 from torch import Tensor
 
 from drivetrain.errors import RankMismatchError, TopologyError
@@ -26,7 +24,7 @@ from drivetrain.errors import RankMismatchError, TopologyError
 NUM_VALUES = 6
 _HEAD = 2  # the call, and how far the rank is
 
-Rows = NDArray[np.float64]
+Rows = list[list[float]]
 
 
 class Call(IntEnum):
@@ -95,8 +93,8 @@ class Control:
     def all_equal(self, call: Call, text: str) -> bool:
         """Return whether every rank gave the same text; collective, the same answer on every rank."""
         digest = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=6).digest())
-        column = self.agree(call, (float(digest),))[:, 0]
-        return bool((column == column[0]).all())
+        digests = [row[0] for row in self.agree(call, (float(digest),))]
+        return all(other == digests[0] for other in digests)
 
     def exchange(self, value: Any) -> list[Any]:
         """Return every rank's value, by rank; collective, for rare use: values are pickled between ranks."""
@@ -136,18 +134,19 @@ class Agreement:
             try:
                 self._work.wait(*(() if seconds is None else (timedelta(seconds=seconds),)))
             except RuntimeError as error:
-                own = self._matrix.numpy()[self._control.rank]
+                own = self._matrix.numpy()[self._control.rank].tolist()
                 raise TopologyError(
                     f"rank {self._control.rank} waited in {_place(own)} and another rank did not come: {error}",
                     hint="look for the rank that failed or left first; every rank must make the same calls",
                 ) from error
-        rows = self._matrix.numpy()
-        if (rows[:, :_HEAD] != rows[0, :_HEAD]).any():
+        # Plain numbers: for few ranks quicker than arithmetic on arrays, and nothing is read from a device.
+        rows: Rows = self._matrix.numpy().tolist()
+        if any(row[:_HEAD] != rows[0][:_HEAD] for row in rows):
             _refuse_places(rows)
-        return rows[:, _HEAD:-1]
+        return [row[_HEAD:-1] for row in rows]
 
 
-def _place(row: Rows) -> str:
+def _place(row: Sequence[float]) -> str:
     return _PLACES[Call(int(row[0]))].format(int(row[1]))
 
 

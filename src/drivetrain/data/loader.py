@@ -117,6 +117,9 @@ class _Pass:
         self._depth = context.drivers.depth()
         self.is_training = False
         self._step = -1
+        self._last = shares.num_steps - 1
+        self._num_full = shares.length // shares.rows_per_step
+        self._usual: dict[int, Batch] = {}
         self._move = None if context.device.type == "cpu" else _mover(context.device, is_pinned=loader.pin_memory)
 
     @property
@@ -143,11 +146,20 @@ class _Pass:
         return not self._shares.rows_of(self._step, rank=self._rank)
 
     def facts(self, *, window_size: int) -> Batch:
+        if self._step < self._last and self._step + window_size <= self._num_full:
+            return self._in_full_windows(window_size)
         return Batch(
             rows=len(self._shares.rows_of(self._step, rank=self._rank)),
-            is_last=self._step == self._shares.num_steps - 1,
+            is_last=self._step == self._last,
             rows_ahead=self._shares.rows_ahead(self._step, steps=window_size),
         )
+
+    def _in_full_windows(self, window_size: int) -> Batch:
+        """Return the facts of a batch before the end of the epoch comes into sight: always the same ones."""
+        if window_size not in self._usual:
+            rows_ahead = window_size * self._shares.rows_per_step
+            self._usual[window_size] = Batch(rows=self._shares.batch_size, rows_ahead=rows_ahead)
+        return self._usual[window_size]
 
 
 class _RankBatches(Sampler[list[int]]):

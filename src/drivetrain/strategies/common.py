@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
-from torch.nn.utils import clip_grad_value_, get_total_norm
+from torch.nn.utils import clip_grad_value_
 from torch.optim import Optimizer
 
 from drivetrain.cluster.process_group import Ranks
@@ -42,6 +42,19 @@ def scale_gradients(parameters: Iterable[nn.Parameter], factor: float | Tensor) 
 
 
 @torch.no_grad()
+def total_norm(tensors: list[Tensor], norm_type: float = 2.0) -> Tensor:
+    """Return the norm of all elements together, 0-d, at least in float32, on the device of the first tensor."""
+    # torch's get_total_norm sorts the tensors by device and dtype first, which for few of them costs more than the norm.
+    norms = list(torch._foreach_norm(tensors, norm_type))
+    first = norms[0]
+    dtype = torch.promote_types(first.dtype, torch.float32)
+    if any(norm.dtype != dtype or norm.device != first.device for norm in norms):
+        norms = [norm.to(first.device, dtype) for norm in norms]
+    norm: Tensor = torch.linalg.vector_norm(torch.stack(norms), norm_type)
+    return norm
+
+
+@torch.no_grad()
 def clip_grad_norm(parameters: Iterable[nn.Parameter], *, max_norm: float, norm_type: float, factor: float) -> Tensor:
     """Multiply replicated gradients by `factor` and clip their norm, in one pass over them.
 
@@ -55,7 +68,7 @@ def clip_grad_norm(parameters: Iterable[nn.Parameter], *, max_norm: float, norm_
     found = gradients(parameters)
     if not found:
         return torch.zeros(())
-    norm = get_total_norm(found, norm_type)
+    norm = total_norm(found, norm_type)
     if factor != 1.0:
         norm = norm * factor
     # The small number keeps a norm of zero from dividing; torch adds the same one.
@@ -92,7 +105,7 @@ class ReplicatedStepper:
     def grad_norm(self) -> Tensor:
         """Return the L2 norm of this optimizer's gradients, 0-d; the same on every rank, as the gradients are."""
         found = gradients(optimizer_parameters(self.optimizer))
-        return get_total_norm(found) if found else torch.zeros(())
+        return total_norm(found) if found else torch.zeros(())
 
     def step(self, *, found_inf: Tensor | None = None) -> None:
         """Apply the gradients, unless `found_inf` is not zero."""
