@@ -87,13 +87,12 @@ def spread(text, count):
 def bits_per_byte(accelerator, model, loader):
     """Return how many bits the model needs for each held-out byte: 8 knows nothing."""
     model.eval()
-    total = torch.zeros(2, device=accelerator.device)  # sum of the losses, number of bytes
+    losses = []
     for rows in loader:
-        total[0] += next_byte_loss(model, rows, reduction="sum")
-        total[1] += rows[:, 1:].numel()
+        nats = next_byte_loss(model, rows, reduction="none").view(len(rows), CONTEXT)
+        losses.append(accelerator.gather_for_metrics(nats.mean(dim=1)))  # every row of the data once, on any topology
     model.train()
-    nats, count = accelerator.reduce(total, reduction="sum").tolist()
-    return nats / count / math.log(2)
+    return torch.cat(losses).mean().item() / math.log(2)
 
 
 def main():

@@ -44,7 +44,7 @@ def scale_gradients(parameters: Iterable[nn.Parameter], factor: float | Tensor) 
 @torch.no_grad()
 def total_norm(tensors: list[Tensor], norm_type: float = 2.0) -> Tensor:
     """Return the norm of all elements together, 0-d, at least in float32, on the device of the first tensor."""
-    # torch's get_total_norm sorts the tensors by device and dtype first, which for few of them costs more than the norm.
+    # torch's get_total_norm sorts the tensors by device and dtype first: for few of them that costs more than the norm.
     norms = list(torch._foreach_norm(tensors, norm_type))
     first = norms[0]
     dtype = torch.promote_types(first.dtype, torch.float32)
