@@ -154,7 +154,7 @@ class LocalEngine:
 
     def __init__(self, module: nn.Module, context: StrategyContext) -> None:
         self.module = module.to(context.device)
-        self.prepared = self.module
+        self.prepared: nn.Module = self.module
         self._autocast = autocast_hooks(module, context)
 
     def begin(self, *, sync: bool) -> None:

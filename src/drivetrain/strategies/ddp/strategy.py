@@ -24,9 +24,6 @@ from drivetrain.strategies.common import (
     LocalEngine,
     ReplicatedStrategy,
     StrategyContext,
-    autocast_hooks,
-    replicated_state_dict,
-    scale_gradients,
 )
 from drivetrain.strategies.ddp.settings import DDPSettings
 
@@ -73,16 +70,15 @@ class DataParallel(DistributedDataParallel):
         self.is_touched = True
 
 
-class DDPEngine:
-    """A model under DDP."""
+class DDPEngine(LocalEngine):
+    """A model under DDP: whole on every rank, and its gradients travel."""
 
     def __init__(self, module: nn.Module, context: StrategyContext) -> None:
+        super().__init__(module, context)
         settings = context.config.section(DDPSettings)
-        self.module = module.to(context.device)
-        self._autocast = autocast_hooks(module, context)
         self._checks_usage = not (settings.find_unused_parameters or settings.static_graph)
         self._ddp = DataParallel(module, **_ddp_options(settings, context.device))
-        self.prepared: nn.Module = self._ddp
+        self.prepared = self._ddp
         self._is_dirty = False
         self._trained = [value for value in module.named_parameters() if value[1].requires_grad]
         self._frozen = [value for value in module.named_parameters() if not value[1].requires_grad]
@@ -136,18 +132,9 @@ class DDPEngine:
         if self._is_dirty:
             self._reduce()
 
-    def scale_gradients(self, factor: float) -> None:
-        """Multiply all gradients in place."""
-        scale_gradients(self.module.parameters(), factor)
-
-    def state_dict(self) -> dict[str, Tensor]:
-        """Return parameters and persistent buffers, of this rank: all ranks hold the same."""
-        return replicated_state_dict(self.module)
-
     def close(self) -> None:
         """Take the hooks off the model: those of autocast, and DDP's on the gradients."""
-        if self._autocast is not None:
-            self._autocast.remove()
+        super().close()
         self._ddp.reducer._remove_autograd_hooks()
 
     def _reduce(self) -> None:
