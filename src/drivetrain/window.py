@@ -46,11 +46,13 @@ class Batch:
         is_last: whether it is the last one of the loader's epoch; it ends the window.
         rows_ahead: rows over all ranks, in this batch and the following ones of the window, as far as the epoch goes;
             None where the loader cannot know.
+        epoch: which pass over the data it belongs to.
     """
 
     rows: int
     is_last: bool = False
     rows_ahead: int | None = None
+    epoch: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,6 +117,11 @@ class Window:
     def form(self) -> Form | None:
         """Means or sums; None before the first backward that contributes."""
         return self._form
+
+    @property
+    def epoch(self) -> int:
+        """Which pass over the data the last scope was trained on; 0 where no prepared loader drives."""
+        return 0 if self._batch is None else self._batch.epoch
 
     @property
     def loss_weight(self) -> float:

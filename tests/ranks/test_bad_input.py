@@ -294,3 +294,28 @@ def test_wrapper_shows_the_model_and_evaluates_without_the_others(tmp_path: Any)
     assert first["evaluates alone"] == (1, 2)
     assert first["names"] == second["names"] == ["unused.bias", "unused.weight", "used.bias", "used.weight"]
     assert first["files"] == ["model.safetensors"]
+
+
+def begin_an_epoch_more_on_rank_0(settings: dict[str, Any]) -> None:
+    accelerator = Accelerator(seed=0, **settings)
+    model = Scalar()
+    model, optimizer, batches = accelerator.prepare(
+        model, torch.optim.SGD(model.parameters(), lr=1.0), loader([1.0] * 8, batch_size=1)
+    )
+    if accelerator.is_main_process:
+        next(iter(batches))
+    for batch in batches:
+        with accelerator.accumulate(model):
+            accelerator.backward(model(batch).mean())
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+@two_ranks
+def test_ranks_in_unlike_epochs_are_found_in_the_first_update(topology: Topology) -> None:
+    raised = failures(begin_an_epoch_more_on_rank_0, topology.settings)
+    for rank in (0, 1):
+        assert raised[rank][0] == "RankMismatchError"
+        assert (
+            "rank 0: scope 1 of 1 in epoch 1, planned for 2 items\n  rank 1: scope 1 of 1 in epoch 0" in raised[rank][1]
+        )

@@ -30,7 +30,7 @@ from drivetrain.cluster.collectives import Collectives
 from drivetrain.cluster.control import Call
 from drivetrain.cluster.process_group import Ranks
 from drivetrain.cluster.seed import derive, set_seed
-from drivetrain.cluster.tree import map_tensors, tensors_in
+from drivetrain.cluster.tree import tensors_in
 from drivetrain.config import RunConfig
 from drivetrain.data import Drivers, LoaderContext, PreparedLoader
 from drivetrain.errors import PrepareError
@@ -311,6 +311,8 @@ class Accelerator:
             TrainingStepError: sums and means in one window, or a call outside the scope that it belongs to.
         """
         check_loss(loss)
+        if loss.dim():
+            loss = loss.reshape(())
         self._ledger.current().backward(loss, num_items=num_items, retain_graph=retain_graph)
 
     @contextlib.contextmanager
@@ -425,10 +427,10 @@ class Accelerator:
             use_gather_object: take tensors for objects too.
         """
         iteration = self._drivers.innermost()
-        is_filler = iteration is not None and iteration.is_filler
+        has_rows = iteration is None or not iteration.is_filler
         if use_gather_object or next(tensors_in(values), None) is None:
-            return self._collectives.gather_object([] if is_filler else values)
-        return self._collectives.gather(map_tensors(values, lambda tensor: tensor[:0]) if is_filler else values)
+            return self._collectives.gather_object(values, contributes=has_rows)
+        return self._collectives.gather(values, contributes=has_rows)
 
     def reduce(self, tensor: Any, reduction: Literal["sum", "mean", "none"] = "sum", scale: float = 1.0) -> Any:
         """Return the ranks' tensors added up or averaged elementwise, in nested containers. Collective."""

@@ -87,7 +87,7 @@ class Totals:
         on_host = self._device.type == "cpu"
         self._agreement = self._control.start(
             call,
-            (tally.items, tally.means, tally.sums, window.base, window.scopes, window.size),
+            (tally.items, tally.means, tally.sums, window.base, window.scopes, window.size, window.epoch),
             tensor=losses if on_host else None,
         )
         if not on_host:
@@ -106,8 +106,10 @@ class Totals:
         return items, self._device_sum
 
     def _mean_here(self, items: float) -> Tensor | None:
-        if len(self._losses) == 1 and self._losses[0][1] == items:
-            return self._losses[0][0].float()
+        if len(self._losses) == 1:
+            loss, weight = self._losses[0]
+            if weight == items and loss.dtype is torch.float32:
+                return loss
         return _mean(self._sum(), items)
 
     def _sum(self) -> Tensor | None:
@@ -132,8 +134,8 @@ def _check_windows(rows: Rows) -> None:
     if all(place == places[0] for place in places):
         return
     lines = [
-        f"\n  rank {rank}: scope {scopes:g} of {size:g}, planned for {base:g} items"
-        for rank, (*_, base, scopes, size) in enumerate(rows)
+        f"\n  rank {rank}: scope {scopes:g} of {size:g} in epoch {epoch:g}, planned for {base:g} items"
+        for rank, (*_, base, scopes, size, epoch) in enumerate(rows)
     ]
     raise RankMismatchError(
         f"ranks are at different places of one update:{''.join(lines)}",

@@ -155,7 +155,7 @@ class Updates:
             self._start_phase()
         divisor = window.weigh(num_items)
         is_filler = divisor is None
-        self._totals.add(None if is_filler else loss.detach().reshape(()), window.loss_weight)
+        self._totals.add(None if is_filler else loss.detach(), window.loss_weight)
         self._was_unsynced = self._held > 0
         self._backwards += not self._was_unsynced
         may_be_last = self._backwards == 1 and self._usual_backwards <= 1

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from drivetrain.errors import RankMismatchError, TopologyError
 
-NUM_VALUES = 6
+NUM_VALUES = 7
 _HEAD = 2  # the call, and how far the rank is
 
 Rows = list[list[float]]
@@ -37,7 +37,8 @@ class Call(IntEnum):
     GATHER = 5
     REDUCE = 6
     PREPARE = 7
-    END = 8
+    ORDER = 8
+    END = 9
 
 
 _PLACES = {
@@ -48,6 +49,7 @@ _PLACES = {
     Call.GATHER: "gather() after update {}",
     Call.REDUCE: "reduce() after update {}",
     Call.PREPARE: "prepare() of a data loader after update {}",
+    Call.ORDER: "the first batch of an epoch after update {}",
     Call.END: "the end of the run after update {}",
 }
 
@@ -72,7 +74,7 @@ class Control:
         """Begin to show this rank's place and values to all ranks; collective.
 
         Args:
-            values: at most six numbers of this rank.
+            values: at most seven numbers of this rank.
             tensor: one more, 0-d and on the CPU; the sum over ranks is the agreement's `tensor`, and nothing reads it.
         """
         # Every rank fills its own row and adds zeros to the others': a sum in which each value stays what it is.
@@ -121,7 +123,7 @@ class Agreement:
         return self._matrix[:, -1].sum()
 
     def wait(self, *, seconds: float | None = None) -> Rows:
-        """Return every rank's six values, a row each.
+        """Return every rank's seven values, a row each.
 
         Args:
             seconds: how long to wait for the other ranks; None for the time-out of the group.

@@ -51,10 +51,12 @@ class Ranks:
         self._is_open = False
         if self.control.group is None or not dist.is_initialized():
             return
-        if self._owns:
-            if not is_failing:
-                self._meet_at_the_end()
-            dist.destroy_process_group()
+        if not self._owns:
+            dist.destroy_process_group(self.control.group)
+            return
+        if not is_failing:
+            self._meet_at_the_end()
+        dist.destroy_process_group()
 
     def _meet_at_the_end(self) -> None:
         agreement = self.control.start(Call.END)

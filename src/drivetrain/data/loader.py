@@ -100,7 +100,7 @@ class PreparedLoader:
         self._batches.order = self._order(epoch)
         # The base seed of the workers comes from here, not from the generator that the user draws from.
         self._generator.manual_seed(derive(self._seed, epoch, self._context.control.rank))
-        return _Pass(self._inner, self._shares, self._context)
+        return _Pass(self._inner, self._shares, self._context, epoch=epoch)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(object.__getattribute__(self, "_loader"), name)
@@ -109,8 +109,9 @@ class PreparedLoader:
 class _Pass:
     """One epoch of a loader on this rank."""
 
-    def __init__(self, loader: DataLoader[Any], shares: Shares, context: LoaderContext) -> None:
+    def __init__(self, loader: DataLoader[Any], shares: Shares, context: LoaderContext, *, epoch: int) -> None:
         self._batches = iter(loader)
+        self._epoch = epoch
         self._shares = shares
         self._rank = context.control.rank
         self._drivers = context.drivers
@@ -149,6 +150,7 @@ class _Pass:
         if self._step < self._last and self._step + window_size <= self._num_full:
             return self._in_full_windows(window_size)
         return Batch(
+            epoch=self._epoch,
             rows=len(self._shares.rows_of(self._step, rank=self._rank)),
             is_last=self._step == self._last,
             rows_ahead=self._shares.rows_ahead(self._step, steps=window_size),
@@ -158,7 +160,7 @@ class _Pass:
         """Return the facts of a batch before the end of the epoch comes into sight: always the same ones."""
         if window_size not in self._usual:
             rows_ahead = window_size * self._shares.rows_per_step
-            self._usual[window_size] = Batch(rows=self._shares.batch_size, rows_ahead=rows_ahead)
+            self._usual[window_size] = Batch(epoch=self._epoch, rows=self._shares.batch_size, rows_ahead=rows_ahead)
         return self._usual[window_size]
 
 
@@ -180,9 +182,14 @@ class _RankBatches(Sampler[list[int]]):
         return self._in_order(self.order)
 
     def _in_order(self, order: Sequence[int]) -> Iterator[list[int]]:
-        for step in range(self._num_steps):
-            rows = self._shares.rows_of(step, rank=self._rank)
-            yield [order[row] for row in rows] or [order[0]]
+        shares = self._shares
+        num_full = shares.length // shares.rows_per_step
+        for step in range(num_full):
+            first = step * shares.rows_per_step + self._rank * shares.batch_size
+            yield list(order[first : first + shares.batch_size])
+        if num_full < self._num_steps:
+            rows = shares.rows_of(num_full, rank=self._rank)
+            yield list(order[rows.start : rows.stop]) or [order[0]]
 
 
 def _sampler_of(loader: DataLoader[Any]) -> Sampler[int]:
@@ -278,7 +285,7 @@ def _drawn_by_rank_0(sampler: Sampler[int], length: int, *, seed: int, epoch: in
         generator = getattr(sampler, "generator", None)
         with seeded(seed, *([generator] if isinstance(generator, torch.Generator) else [])):
             own = list(sampler)
-    control.agree(Call.PREPARE)
+    control.agree(Call.ORDER)
     order: list[int] = control.exchange(own)[0]
     if len(order) != length:
         raise DataError(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -22,11 +23,9 @@ class AutocastHooks:
         self._device_type = device_type
         self._dtype = dtype
         self._open: list[torch.autocast] = []
-        # Traced by torch.compile, a context that one function enters and another leaves would never be entered.
-        enter, leave = (torch.compiler.disable(hook) for hook in (self._enter, self._leave))
         self._handles = [
-            module.register_forward_pre_hook(enter, prepend=True),
-            module.register_forward_hook(leave, always_call=True),
+            module.register_forward_pre_hook(_Untraced(self._enter), prepend=True),
+            module.register_forward_hook(_Untraced(self._leave), always_call=True),
         ]
 
     def remove(self) -> None:
@@ -50,6 +49,23 @@ class AutocastHooks:
 
     def _exit_innermost(self) -> None:
         self._open.pop().__exit__(None, None, None)
+
+
+class _Untraced:
+    """A hook that torch.compile leaves alone, and that is copied and pickled with its model.
+
+    Traced, a context that one function enters and another leaves would never be entered.
+    """
+
+    def __init__(self, hook: Callable[..., Any]) -> None:
+        self._hook = hook
+        self._call = torch.compiler.disable(hook)
+
+    def __call__(self, *arguments: Any) -> Any:
+        return self._call(*arguments)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _Untraced, (self._hook,)
 
 
 def as_float32(output: Any) -> Any:

@@ -145,8 +145,9 @@ def autocast_hooks(module: nn.Module, context: StrategyContext) -> AutocastHooks
 
 
 def replicated_state_dict(module: nn.Module) -> dict[str, Tensor]:
-    """Return parameters and persistent buffers, detached, under the module's own names."""
-    return {name: value.detach() for name, value in module.state_dict().items() if isinstance(value, Tensor)}
+    """Return parameters and persistent buffers, detached, under the names that the model has without torch.compile."""
+    state = {name.replace("_orig_mod.", ""): value for name, value in module.state_dict().items()}
+    return {name: value.detach() for name, value in state.items() if isinstance(value, Tensor)}
 
 
 class LocalEngine:

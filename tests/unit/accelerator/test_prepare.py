@@ -172,3 +172,16 @@ def test_free_memory_lets_go_of_models(accelerator: Accelerator) -> None:
         accelerator.get_state_dict(model)
     other = accelerator.prepare(nn.Linear(2, 2))
     accelerator.backward(other(torch.ones(1, 2)).sum())
+
+
+@pytest.mark.parametrize("when", ["before prepare", "after prepare"])
+def test_compiled_model_keeps_its_names_and_is_known(accelerator: Accelerator, when: str) -> None:
+    model = nn.Linear(2, 2)
+    if when == "before prepare":
+        prepared = accelerator.prepare(torch.compile(model, backend="eager"))
+    else:
+        prepared = torch.compile(accelerator.prepare(model), backend="eager")
+        assert accelerator.unwrap_model(prepared) is model
+    assert set(accelerator.get_state_dict(prepared)) == {"weight", "bias"}
+    with accelerator.accumulate(prepared):
+        accelerator.backward(prepared(torch.ones(1, 2)).sum())
