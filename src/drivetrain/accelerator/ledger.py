@@ -72,7 +72,7 @@ class Ledger:
         return sum(not set(optimizer.engines).isdisjoint(updates.engines) for optimizer in self._optimizers)
 
     def find(self, model: object) -> Engine | None:
-        """Return the engine of a model as given to `prepare`, as it came back or was compiled since; None for others."""
+        """Return the engine of a model as given to `prepare`, as returned by it, or compiled since; None for others."""
         return self._by_model.get(id(model)) or self._by_model.get(id(getattr(model, "_orig_mod", None)))
 
     def engine_of(self, model: object) -> Engine:

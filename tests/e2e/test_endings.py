@@ -1,4 +1,4 @@
-"""How a training ends that goes wrong on one rank: CASES 21 and 23 through the whole stack."""
+"""How a training ends, well or badly, through the whole stack: CASES 21 and 23, and clean ends many times over."""
 
 from __future__ import annotations
 
@@ -34,11 +34,17 @@ if mistake == "late" and rank == 0:
 """
 
 
-def launch(tmp_path: Path, mistake: str, *, ranks: int = 2) -> tuple[int, str, str, float]:
+EMPTY = """
+from drivetrain import Accelerator
+Accelerator(cpu=True)
+"""
+
+
+def launch(tmp_path: Path, mistake: str, *, program: str = PROGRAM) -> tuple[int, str, str, float]:
     """Return exit code, stdout, the last 20 lines of stderr, and the seconds it took."""
     script = tmp_path / "train.py"
-    script.write_text(PROGRAM)
-    command = [sys.executable, "-m", "drivetrain.cli.main", "launch", "--cpu", "--num_processes", str(ranks)]
+    script.write_text(program)
+    command = [sys.executable, "-m", "drivetrain.cli.main", "launch", "--cpu", "--num_processes", "2"]
     start = time.monotonic()
     done = subprocess.run([*command, str(script), mistake], capture_output=True, text=True, timeout=60, check=False)
     return done.returncode, done.stdout, "\n".join(done.stderr.splitlines()[-20:]), time.monotonic() - start
@@ -66,3 +72,13 @@ def test_rank_that_goes_wrong_is_named_last_within_seconds(tmp_path: Path, mista
 def test_rank_that_ends_long_after_the_others_is_no_failure(tmp_path: Path) -> None:
     code, printed, last_lines, _ = launch(tmp_path, "late")
     assert (code, printed) == (0, "rank 0 is done\n"), last_lines
+
+
+@pytest.mark.parametrize("runs", [5, pytest.param(50, marks=[pytest.mark.soak, pytest.mark.deadline(600)])])
+def test_job_that_only_makes_an_accelerator_always_ends_cleanly(tmp_path: Path, runs: int) -> None:
+    for _ in range(runs):
+        code, printed, errors, _ = launch(tmp_path, "", program=EMPTY)
+        assert (code, printed) == (0, "")
+        assert errors.splitlines() == [
+            "drivetrain: 2 ranks on cpu (`use_cpu`), data parallelism (DDP) through gloo, fp32 (default)"
+        ]
