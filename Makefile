@@ -9,7 +9,8 @@ BIN := $(VENV)/bin
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 TIMEOUT := $(shell command -v timeout)
 # $(call within,SECONDS) bounds a command where the machine has `timeout` (macOS has none; the tests bound themselves).
-within = $(if $(TIMEOUT),$(TIMEOUT) --kill-after=10 $(1))
+# In the foreground, or Ctrl-C would not reach the command.
+within = $(if $(TIMEOUT),$(TIMEOUT) --foreground --kill-after=10 $(1))
 # A folder of tests that is not there yet is no failure; an empty one is.
 tests_in = $(if $(wildcard $(1)),$(call within,$(2)) env $(PYTEST) $(1),@echo "$(1): none yet")
 

@@ -14,6 +14,7 @@ strategy keeps them; the facade only asks for them to be reduced, scaled, measur
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
@@ -60,6 +61,9 @@ class Engine(Protocol):
 
     def scale_gradients(self, factor: float) -> None:
         """Multiply all gradients in place."""
+
+    def keep_gradients(self) -> AbstractContextManager[None]:
+        """Return a context that leaves the gradients as it found them, whatever backward runs in it unreduced."""
 
     def state_dict(self) -> dict[str, Tensor]:
         """Return all parameters and persistent buffers whole, under the model's own names; collective if sharded."""
@@ -115,12 +119,17 @@ class Strategy(Protocol):
     def attach(self, optimizer: Optimizer, engines: Sequence[Engine]) -> Stepper:
         """Prepare an optimizer over parameters of `engines`."""
 
-    def backward(self, loss: Tensor, engines: Sequence[Engine], *, contributes: bool, retain_graph: bool) -> None:
+    def backward(
+        self, loss: Tensor, engines: Sequence[Engine], *, contributes: bool, retain_graph: bool
+    ) -> Sequence[Engine]:
         """Run one backward pass for the engines of a scope.
 
         Args:
             retain_graph: keep the graph for another backward through it.
             contributes: False for a filler: take part in what is collective, leave every gradient as it was.
+
+        Returns:
+            The engines that it has reached, at least where not all ranks need reach the same.
         """
 
     def clip_grad_norm(

@@ -215,6 +215,10 @@ def reference_for(total_items: float) -> float:
 
 
 def _checked(num_items: float) -> float:
-    if isinstance(num_items, bool) or not math.isfinite(num_items) or num_items < 0:
+    try:
+        count = math.nan if isinstance(num_items, bool | str) else float(num_items)
+    except (TypeError, ValueError, RuntimeError):
+        count = math.nan
+    if not 0 <= count < math.inf:
         raise TrainingStepError(f"num_items={num_items!r} is not a count", hint="give the number of items, 0 or more")
-    return float(num_items)
+    return count

@@ -316,6 +316,106 @@ def test_ranks_in_unlike_epochs_are_found_in_the_first_update(topology: Topology
     raised = failures(begin_an_epoch_more_on_rank_0, topology.settings)
     for rank in (0, 1):
         assert raised[rank][0] == "RankMismatchError"
-        assert (
-            "rank 0: scope 1 of 1 in epoch 1, planned for 2 items\n  rank 1: scope 1 of 1 in epoch 0" in raised[rank][1]
-        )
+        assert "epoch of the loader: 1 on rank 0, 0 on rank 1" in raised[rank][1]
+
+
+# Ranks that do not do the same
+
+
+def leave_a_model_out_on_one_rank(parts: Parts) -> None:
+    pair = nn.ModuleDict({"left": Scalar(), "right": Scalar()})
+    left, right, optimizer = parts.accelerator.prepare(
+        pair["left"], pair["right"], torch.optim.SGD(pair.parameters(), lr=1.0)
+    )
+    parts.accelerator.gradient_accumulation_steps = 1
+    for _ in range(2):
+        with parts.accelerator.accumulate(left, right):
+            loss = right(torch.ones(1)).sum()
+            if parts.rank == 0:
+                loss = loss + 100 * left(torch.ones(1)).sum()
+            parts.accelerator.backward(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def give_a_further_loss_on_one_rank(parts: Parts) -> None:
+    parts.accelerator.gradient_accumulation_steps = 1
+    with parts.accelerator.accumulate(parts.model):
+        loss = parts.model(torch.ones(1)).sum()
+        parts.accelerator.backward(loss, retain_graph=True)
+        if parts.rank == 0:
+            parts.accelerator.backward(loss)
+        parts.optimizer.step()
+
+
+def step_a_plateau_on_own_metric(parts: Parts) -> None:
+    parts.accelerator.gradient_accumulation_steps = 1
+    scheduler = parts.accelerator.prepare(
+        torch.optim.lr_scheduler.ReduceLROnPlateau(parts.optimizer, factor=0.5, patience=0)
+    )
+    for step in range(3):
+        parts.scope()
+        scheduler.step(float(step if parts.rank else -step))
+        parts.optimizer.zero_grad()
+
+
+def step_on_raw_gradients_after_an_update(parts: Parts) -> None:
+    parts.accelerator.gradient_accumulation_steps = 1
+    parts.scope()
+    parts.optimizer.zero_grad()
+    parts.model(torch.ones(1)).sum().backward()
+    parts.optimizer.step()
+
+
+def step_twice(parts: Parts) -> None:
+    parts.accelerator.gradient_accumulation_steps = 1
+    parts.scope()
+    parts.optimizer.step()
+
+
+def go_on_after_the_end(parts: Parts) -> None:
+    parts.accelerator.end_training()
+    parts.accelerator.gather(torch.ones(1))
+
+
+def thaw_a_frozen_model(parts: Parts) -> None:
+    model = Scalar().requires_grad_(False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    prepared, optimizer = parts.accelerator.prepare(model, optimizer)
+    parts.accelerator.gradient_accumulation_steps = 1
+    model.requires_grad_(True)
+    with parts.accelerator.accumulate(prepared):
+        parts.accelerator.backward(prepared(torch.ones(1)).sum())
+        optimizer.step()
+
+
+def prepare_unlike_models(parts: Parts) -> None:
+    parts.accelerator.prepare(nn.Linear(2, 2 + parts.rank))
+
+
+DIFFERENCES = [
+    (
+        leave_a_model_out_on_one_rank,
+        "RankMismatchError",
+        "models that the losses reach, a bit for each: 3 on rank 0, 2 on",
+    ),
+    (give_a_further_loss_on_one_rank, "RankMismatchError", "losses since the last step: 2 on rank 0, 1 on rank 1"),
+    (step_a_plateau_on_own_metric, "RankMismatchError", "sum of the learning rates: 1 on rank 0, 0.5 on rank 1"),
+    (step_on_raw_gradients_after_an_update, "TrainingStepError", "accelerator.backward() was not called for them"),
+    (step_twice, "TrainingStepError", "step once after it"),
+    (go_on_after_the_end, "TopologyError", "the process group of this Accelerator is closed"),
+    (thaw_a_frozen_model, "TrainingStepError", "weight is trained now and was frozen"),
+    (prepare_unlike_models, "RankMismatchError", "rank 0: weight float32[2, 2]\n  rank 1: weight float32[3, 2]"),
+]
+
+
+@two_ranks
+@pytest.mark.parametrize(("mistake", "kind", "message"), DIFFERENCES, ids=lambda value: getattr(value, "__name__", ""))
+def test_difference_between_ranks_or_with_the_rule_is_an_error_on_every_rank(
+    topology: Topology, mistake: Callable[[Parts], None], kind: str, message: str
+) -> None:
+    raised = failures(make, mistake, topology.settings)
+    assert set(raised) == {0, 1}
+    for rank in raised:
+        assert raised[rank][0] == kind
+        assert message in raised[rank][1]

@@ -179,3 +179,104 @@ def train_hidden_outputs(*, num_losses: int, uses_accumulate: bool) -> float:
 def test_outputs_that_hide_their_tensors_train_right(num_losses: int, uses_accumulate: bool) -> None:
     results = ranks.run(train_hidden_outputs, num_losses=num_losses, uses_accumulate=uses_accumulate, ranks=2)
     assert results == [-1.5 * 3 * num_losses] * 2
+
+
+class Unusual(nn.Module):
+    """Ways to come to a loss that do not lead through the output of a forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(1))
+
+    def forward(self, items: torch.Tensor) -> torch.Tensor:
+        self.kept = (self.weight * items).sum()
+        return self.weight.detach() * items
+
+    def loss(self, items: torch.Tensor) -> torch.Tensor:
+        return (self.weight * items).sum()
+
+
+def train_unusually(way: str) -> float:
+    with Accelerator(cpu=True) as accelerator:
+        model = Unusual()
+        prepared, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=1.0))
+        items = torch.tensor([1.0 + accelerator.process_index])
+        for _ in range(4):
+            with accelerator.accumulate(prepared):
+                if way == "a method of the wrapper":
+                    loss = prepared.loss(items)
+                elif way == "a method of the model":
+                    loss = model.loss(items)
+                else:
+                    prepared(items)
+                    loss = model.kept
+                accelerator.backward(loss)
+                optimizer.step()
+                optimizer.zero_grad()
+        return accelerator.get_state_dict(prepared)["weight"].item()
+
+
+@pytest.mark.parametrize("way", ["a method of the wrapper", "a method of the model", "an attribute"])
+def test_loss_that_comes_by_another_way_is_reduced_too(way: str) -> None:
+    assert ranks.run(train_unusually, way, ranks=2) == [-1.5 * 4] * 2
+
+
+def unused_weight_after_training(find_unused: bool) -> float:
+    torch.manual_seed(0)
+    model: Any = nn.ModuleDict({"used": nn.Linear(2, 1), "unused": nn.Linear(2, 1)})
+    model.forward = lambda rows: model["used"](rows)
+    settings: dict[str, Any] = {"ddp_config": {"find_unused_parameters": True}} if find_unused else {}
+    with Accelerator(cpu=True, **settings) as accelerator:
+        prepared, optimizer = accelerator.prepare(
+            model, torch.optim.AdamW(model.parameters(), lr=0.1, weight_decay=0.5)
+        )
+        for _ in range(3):
+            with accelerator.accumulate(prepared):
+                accelerator.backward(prepared(torch.ones(1, 2)).sum())
+                optimizer.step()
+                optimizer.zero_grad()
+        return model["unused"].weight.sum().item()
+
+
+def test_unused_parameters_stay_as_they_are() -> None:
+    [expected] = ranks.run(unused_weight_after_training, False, ranks=1)
+    assert ranks.run(unused_weight_after_training, True, ranks=2) == [expected] * 2
+
+
+def losses_of_manual_accumulation() -> list[float]:
+    """Step after every second scope of a window of one: the losses of both are those of the update."""
+    with Accelerator(cpu=True) as accelerator:
+        model = Unusual()
+        nn.init.ones_(model.weight)
+        prepared, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.0))
+        losses = []
+        for number in (1.0, 2.0, 3.0, 4.0):
+            with accelerator.accumulate(prepared):
+                accelerator.backward(prepared.loss(torch.tensor([number])))
+                if number % 2 == 0:
+                    optimizer.step()
+                    optimizer.zero_grad()
+                    losses.append(accelerator.last_update.loss.item())
+        return losses
+
+
+def test_scopes_without_a_step_count_in_the_next_update() -> None:
+    for count in (1, 2):
+        assert ranks.run(losses_of_manual_accumulation, ranks=count) == [[1.5, 3.5]] * count
+
+
+def descriptors_under_an_existing_group() -> list[int]:
+    import os
+
+    counts = []
+    for _ in range(3):
+        for _ in range(4):
+            with Accelerator(cpu=True) as accelerator:
+                accelerator.wait_for_everyone()
+        counts.append(len(os.listdir("/proc/self/fd")))
+    return counts
+
+
+def test_accelerators_under_an_existing_group_leave_nothing_open() -> None:
+    for counts in ranks.run(descriptors_under_an_existing_group, ranks=2, init_group=True):
+        assert counts[2] <= counts[0]

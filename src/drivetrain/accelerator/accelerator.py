@@ -20,8 +20,17 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
 from drivetrain.accelerator.export import write_weights
-from drivetrain.accelerator.kinds import Kind, check_loss, check_model, check_owner, kind_of
+from drivetrain.accelerator.kinds import (
+    Kind,
+    check_limit,
+    check_loss,
+    check_model,
+    check_owner,
+    compare_models,
+    kind_of,
+)
 from drivetrain.accelerator.ledger import Ledger
+from drivetrain.accelerator.missing import explain
 from drivetrain.accelerator.optimizer import PreparedOptimizer, PreparedScheduler
 from drivetrain.accelerator.start import say_batch, start
 from drivetrain.accelerator.updates import Run, Update, Updates
@@ -30,10 +39,11 @@ from drivetrain.cluster.collectives import Collectives
 from drivetrain.cluster.control import Call
 from drivetrain.cluster.process_group import Ranks
 from drivetrain.cluster.seed import derive, set_seed
-from drivetrain.cluster.tree import tensors_in
+from drivetrain.cluster.tree import num_rows, tensors_in
 from drivetrain.config import RunConfig
 from drivetrain.data import Drivers, LoaderContext, PreparedLoader
 from drivetrain.errors import PrepareError
+from drivetrain.protocols import Engine
 
 
 class Accelerator:
@@ -76,7 +86,7 @@ class Accelerator:
             "global_batch_size": global_batch_size,
             "cpu": cpu,
             "seed": seed,
-            "project_dir": None if project_dir is None else os.fspath(project_dir),
+            "project_dir": os.fspath(project_dir) if isinstance(project_dir, os.PathLike) else project_dir,
             "non_finite": non_finite,
             **settings,
         }
@@ -240,7 +250,7 @@ class Accelerator:
             seed=self.config.seed,
             even_batches=self.config.even_batches,
         )
-        prepared = PreparedLoader(loader, context, owner=self)
+        prepared = PreparedLoader(loader, context, owner=self, number=len(self._loaders))
         self._loaders.append(prepared)
         return prepared
 
@@ -292,6 +302,8 @@ class Accelerator:
     def accumulate(self, *models: nn.Module) -> Scope:
         """Return a scope: what an update of these models is accumulated in; of all models when none are named.
 
+        Losses of the scope leave no gradient in models that other scopes are for.
+
         A window of `gradient_accumulation_steps` scopes makes one update; the last batch of an epoch ends it before.
         """
         return Scope(self._ledger, self._ledger.scope_of(models))
@@ -313,7 +325,7 @@ class Accelerator:
         check_loss(loss)
         if loss.dim():
             loss = loss.reshape(())
-        self._ledger.current().backward(loss, num_items=num_items, retain_graph=retain_graph)
+        self._ledger.backward(loss, num_items=num_items, retain_graph=retain_graph)
 
     @contextlib.contextmanager
     def no_sync(self, *models: nn.Module) -> Iterator[None]:
@@ -346,22 +358,26 @@ class Accelerator:
         Returns:
             The norm before clipping, 0-d, the same on every rank; None inside a window.
         """
-        chosen = [parameters] if isinstance(parameters, Tensor) else list(parameters)
-        updates = self._finish(chosen)
-        if updates is None:
+        chosen: list[Any] = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+        check_limit(max_norm)
+        finished = self._finish(chosen)
+        if finished is None:
             return None
-        return updates.clip_grad_norm(chosen, max_norm=float(max_norm), norm_type=float(norm_type))  # type: ignore[arg-type]
+        updates, engines = finished
+        return updates.clip_grad_norm(chosen, engines, max_norm=float(max_norm), norm_type=float(norm_type))
 
     def clip_grad_value_(self, parameters: Iterable[nn.Parameter] | Tensor, clip_value: float) -> None:
         """Clamp every element of the gradients of a window to [-clip_value, clip_value]; nothing inside one.
 
         Gradients are final afterwards. Collective.
         """
-        chosen = [parameters] if isinstance(parameters, Tensor) else list(parameters)
-        updates = self._finish(chosen)
-        if updates is not None:
-            updates.scale()
-            self._strategy.clip_grad_value(chosen, clip_value=float(clip_value))  # type: ignore[arg-type]
+        chosen: list[Any] = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+        check_limit(clip_value)
+        finished = self._finish(chosen)
+        if finished is not None:
+            updates, engines = finished
+            updates.scale(engines)
+            self._strategy.clip_grad_value(chosen, clip_value=float(clip_value))
 
     def unscale_gradients(self, optimizer: PreparedOptimizer | Iterable[PreparedOptimizer] | None = None) -> None:
         """Make `p.grad` the gradient of the update, in its own units; nothing inside a window. Collective.
@@ -373,9 +389,9 @@ class Accelerator:
         if optimizer is not None:
             chosen = [optimizer] if isinstance(optimizer, PreparedOptimizer) else optimizer
         for one in chosen:
-            if one.updates.finish():
+            if one.updates.finish(one.engines):
                 one.updates.unscale(one.stepper)
-                one.updates.scale()
+                one.updates.scale(one.engines)
 
     def autocast(self) -> contextlib.AbstractContextManager[Any]:
         """Return a context in which computations outside a prepared model run in its precision."""
@@ -427,7 +443,8 @@ class Accelerator:
             use_gather_object: take tensors for objects too.
         """
         iteration = self._drivers.innermost()
-        has_rows = iteration is None or not iteration.is_filler
+        # A filler has one row: values of more rows are not of this batch, but of an evaluation before it, say.
+        has_rows = iteration is None or not iteration.is_filler or num_rows(values) > 1
         if use_gather_object or next(tensors_in(values), None) is None:
             return self._collectives.gather_object(values, contributes=has_rows)
         return self._collectives.gather(values, contributes=has_rows)
@@ -455,6 +472,11 @@ class Accelerator:
     def __enter__(self) -> Self:
         return self
 
+    def __getattr__(self, name: str) -> Any:
+        if hasattr(type(self), name):
+            raise AttributeError(f"accelerator.{name} is not available yet in this state")
+        raise AttributeError(explain(name, members=dir(type(self))))
+
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
@@ -468,11 +490,13 @@ class Accelerator:
         new = list({id(model): model for model in models if self._ledger.find(model) is None}.values())
         for model in new:
             check_model(model)
+        self._ledger.check_new(new)
         if new:
+            compare_models(new, self._ranks.control)
             for engine in self._strategy.setup(new, optimizers):
                 self._ledger.add(engine)
 
-    def _finish(self, parameters: list[Any]) -> Updates | None:
+    def _finish(self, parameters: list[Any]) -> tuple[Updates, list[Engine]] | None:
         """Make these parameters' gradients final but for a factor; None inside a window."""
         engines = self._ledger.owners(parameters)
         if not engines:
@@ -481,12 +505,12 @@ class Accelerator:
                 hint="pass the parameters of a prepared model",
             )
         updates = self._ledger.updates_of(engines)
-        if not updates.finish():
+        if not updates.finish(engines):
             return None
         for optimizer in self._optimizers:
-            if not set(optimizer.engines).isdisjoint(updates.engines):
+            if not set(optimizer.engines).isdisjoint(engines):
                 updates.unscale(optimizer.stepper)
-        return updates
+        return updates, engines
 
 
 class Scope:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from pathlib import Path
+from stat import S_IMODE
 
 from safetensors.torch import save_file
 from torch import Tensor
@@ -38,7 +39,11 @@ def write_weights(state: Mapping[str, Tensor], folder: str | os.PathLike[str]) -
             metadata[name] = first
     partial = target.with_name(f".{WEIGHTS_FILE}.{os.getpid()}")
     try:
+        # safetensors gives its file to the owner alone; this one is for whoever the umask lets read.
+        partial.touch()
+        mode = partial.stat().st_mode
         save_file(tensors, partial, metadata=metadata)
+        partial.chmod(S_IMODE(mode))
         os.replace(partial, target)
     finally:
         partial.unlink(missing_ok=True)

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from enum import Enum, auto
+from itertools import zip_longest
 from typing import Any
 
 from torch import Tensor, nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
+from torch.nn.parameter import UninitializedParameter
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader, Dataset
 
 from drivetrain.accelerator.optimizer import PreparedScheduler
+from drivetrain.cluster.control import Call, Control
 from drivetrain.data import PreparedLoader
-from drivetrain.errors import PrepareError, TrainingStepError
+from drivetrain.errors import PrepareError, RankMismatchError, TrainingStepError
 
 
 class Kind(Enum):
@@ -56,6 +60,12 @@ def check_model(model: nn.Module) -> None:
             f"the model is wrapped in {type(model).__name__} already",
             hint="pass the model itself; prepare() wraps it as the settings ask",
         )
+    for name, parameter in model.named_parameters():
+        if isinstance(parameter, UninitializedParameter) or parameter.device.type == "meta":
+            raise PrepareError(
+                f"{name} of {type(model).__name__} has no values yet",
+                hint="run one batch through a lazy model, or load a model from the meta device, before prepare()",
+            )
     if next(model.parameters(), None) is None:
         raise PrepareError(
             f"{type(model).__name__} has no parameters, so there is nothing to train",
@@ -84,6 +94,35 @@ def check_loss(loss: object) -> None:
         )
 
 
+def check_limit(limit: object) -> None:
+    """Refuse a limit that gradients cannot be clipped to.
+
+    Raises:
+        TrainingStepError: it is no number of 0 or more.
+    """
+    if isinstance(limit, bool) or not isinstance(limit, int | float) or not limit >= 0:
+        raise TrainingStepError(f"gradients cannot be clipped to {limit!r}", hint="give a number of 0 or more")
+
+
+def compare_models(models: Sequence[nn.Module], control: Control) -> None:
+    """Compare what ranks are about to prepare; collective.
+
+    Raises:
+        RankMismatchError: names, shapes, dtypes or what is trained differ.
+    """
+    lines = [_described_parameter(*named) for model in models for named in model.named_parameters()]
+    if control.all_equal(Call.PREPARE, "\n".join(lines)):
+        return
+    by_rank = control.exchange(lines)
+    rows = enumerate(zip_longest(*by_rank, fillvalue="nothing more"))
+    first = next(row for _, row in rows if len(set(row)) > 1)
+    raise RankMismatchError(
+        "ranks gave unlike models to prepare(), first in:"
+        + "".join(f"\n  rank {rank}: {line}" for rank, line in enumerate(first)),
+        hint="build the same models in the same order on every rank",
+    )
+
+
 def check_owner(value: Any, owner: object) -> None:
     """Refuse what another accelerator has prepared.
 
@@ -97,6 +136,11 @@ def check_owner(value: Any, owner: object) -> None:
         )
 
 
+def _described_parameter(name: str, parameter: nn.Parameter) -> str:
+    kind = str(parameter.dtype).removeprefix("torch.")
+    return f"{name} {kind}{list(parameter.shape)}{'' if parameter.requires_grad else ' frozen'}"
+
+
 def _described(value: object) -> str:
     if value is None:
         return "None"
@@ -108,6 +152,8 @@ def _described(value: object) -> str:
 def _advice(value: object) -> str:
     if isinstance(value, Tensor):
         return "move tensors with .to(accelerator.device)"
+    if isinstance(value, Mapping):
+        return "pass its values one by one"
     if isinstance(value, Dataset) or (hasattr(value, "__getitem__") and hasattr(value, "__len__")):
         return "wrap data in a torch.utils.data.DataLoader"
     if isinstance(value, type):

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterable, Sequence
 from typing import Protocol
 
-from torch import nn
+from torch import Tensor, nn
 
 from drivetrain.accelerator.updates import Run, Updates
 from drivetrain.errors import PrepareError, TrainingStepError
 from drivetrain.protocols import Engine
+
+_NAMES_SHOWN = 4
 
 
 class SteppedModels(Protocol):
@@ -41,6 +44,7 @@ class Ledger:
         self._implicit = Updates((), run, scaler=self.scaler, is_implicit=True)
         self._updates: dict[Engine, Updates] = {}
         self._by_key: dict[tuple[int, ...], Updates] = {}
+        self._tuples: list[Updates] = []
         self._open: list[Updates] = []
         self._optimizers: list[SteppedModels] = []
         self.latest: Updates = self._implicit
@@ -49,6 +53,23 @@ class Ledger:
     def engines(self) -> list[Engine]:
         """All prepared models' engines, in the order of preparation."""
         return list(self._updates)
+
+    def check_new(self, models: Sequence[nn.Module]) -> None:
+        """Refuse models that share a parameter with each other or with one that is prepared.
+
+        Raises:
+            PrepareError: they do; two engines would both reduce and scale it.
+        """
+        seen = set(self._by_parameter)
+        for model in models:
+            own = {id(parameter): name for name, parameter in model.named_parameters()}
+            if shared := seen.intersection(own):
+                names = ", ".join(sorted(own[key] for key in shared)[:_NAMES_SHOWN])
+                raise PrepareError(
+                    f"{type(model).__name__} shares parameters with another prepared model: {names}",
+                    hint="put models that share parameters into one nn.Module, and prepare that",
+                )
+            seen.update(own)
 
     def add(self, engine: Engine) -> None:
         """Enter a prepared model."""
@@ -114,7 +135,7 @@ class Ledger:
 
     def scope_of(self, models: Sequence[object]) -> Updates:
         """Return the updates of the models that `accumulate` names; of all models when it names none."""
-        key = tuple(map(id, models))
+        key = tuple(map(id, models or self._updates))
         updates = self._by_key.get(key)
         return updates if updates is not None else self._new_scope(key, models)
 
@@ -128,6 +149,16 @@ class Ledger:
         """Close a scope."""
         self._open.remove(updates)
         updates.leave()
+
+    def backward(self, loss: Tensor, *, num_items: float | None, retain_graph: bool) -> None:
+        """Run a backward pass for the models that it belongs to; those of other scopes keep the gradients they have."""
+        updates = self.current()
+        with contextlib.ExitStack() as stack:
+            for other in self._tuples:
+                if other is not updates and not other.is_open:
+                    for engine in other.engines:
+                        stack.enter_context(engine.keep_gradients())
+            updates.backward(loss, num_items=num_items, retain_graph=retain_graph)
 
     def current(self) -> Updates:
         """Return the updates that a backward belongs to: those of the innermost open scope, else the implicit ones.
@@ -165,6 +196,7 @@ class Ledger:
         # The first tuple takes the scaler that the accelerator shows; what is left outside gets another one.
         scaler, self._implicit.scaler = self._implicit.scaler, self._run.make_scaler()
         updates = Updates(engines, self._run, scaler=scaler, is_implicit=False)
+        self._tuples.append(updates)
         for engine in engines:
             self._implicit.engines.remove(engine)
             self._updates[engine] = updates

@@ -107,13 +107,13 @@ class PreparedOptimizer(Optimizer):
                 "optimizer.step(closure) evaluates the loss several times per update, which is not supported",
                 hint="call backward() yourself and step() without a closure",
             )
-        skipped = self.updates.step(self.stepper)
+        skipped = self.updates.step(self.stepper, self.engines)
         self._skipped = False if skipped is None else skipped
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear gradients, unless a window holds them that is not stepped yet."""
         is_alone = self._ledger.num_optimizers(self.updates) == 1
-        self.updates.zero_grad(self.stepper, set_to_none=set_to_none, is_alone=is_alone)
+        self.updates.zero_grad(self.stepper, self.engines, set_to_none=set_to_none, is_alone=is_alone)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of the user's optimizer."""

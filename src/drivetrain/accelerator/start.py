@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from drivetrain.cluster.control import Call
-from drivetrain.cluster.device import Placement, activate, choose_device
+from drivetrain.cluster.device import Placement, activate, choose_device, num_accelerators
 from drivetrain.cluster.environ import ProcessEnvironment, read_environ
 from drivetrain.cluster.process_group import Ranks, open_ranks
 from drivetrain.cluster.seed import set_seed
@@ -23,6 +23,7 @@ from drivetrain.config import (
     Resolved,
     RunConfig,
     StrategySpec,
+    check_accelerator,
     digest,
     resolve_for_process,
     shared_settings,
@@ -74,6 +75,11 @@ def start(
         use_cpu=settings.wants_cpu,
         local_rank=environment.local_rank,
         local_world_size=environment.local_world_size,
+    )
+    check_accelerator(
+        settings,
+        count=0 if placement.device.type == "cpu" else num_accelerators(),
+        source=resolved.sources.get("distributed_type"),
     )
     precision = Precision.of(settings.mixed_precision)
     precision.check(placement.device)

@@ -7,6 +7,8 @@ added up there by a second one.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -16,6 +18,16 @@ from drivetrain.errors import RankMismatchError, TopologyError
 from drivetrain.window import Window
 
 _LAST_WORD_SECONDS = 2.0
+
+_PLACE = (
+    "items that the window was planned for",
+    "scope of the window",
+    "scopes in a window",
+    "epoch of the loader",
+    "losses since the last step",
+    "models that the losses reach, a bit for each",
+    "sum of the learning rates",
+)
 
 
 class Totals:
@@ -29,6 +41,7 @@ class Totals:
         self._device_sum: Tensor | None = None
         self._device_work: dist.Work | None = None
         self._num_told = 0
+        self._reached = 0
         self.num_backwards = 0
 
     def add(self, loss: Tensor | None, weight: float) -> None:
@@ -37,12 +50,20 @@ class Totals:
         if loss is not None:
             self._losses.append((loss, weight))
 
-    def start(self, window: Window) -> None:
-        """Begin to tell the other ranks; nothing to do on one process. Collective."""
-        if self._control.world_size > 1:
-            self._start(Call.UPDATE, window)
+    def note_reached(self, models: int) -> None:
+        """Note which of the models, a bit for each, a backward has reached."""
+        self._reached |= models
 
-    def agree(self, window: Window) -> tuple[float, Tensor | None]:
+    def start(self, window: Window, place: Sequence[float]) -> None:
+        """Begin to tell the other ranks; nothing to do on one process, or if it has begun. Collective.
+
+        Args:
+            place: further numbers that must be the same on all ranks.
+        """
+        if self._control.world_size > 1 and self._agreement is None:
+            self._start(Call.UPDATE, window, place)
+
+    def agree(self, window: Window, place: Sequence[float]) -> tuple[float, Tensor | None]:
         """Return items and mean loss over all ranks; collective, waits for all.
 
         Raises:
@@ -52,10 +73,10 @@ class Totals:
             items = window.tally().items
             return items, self._mean_here(items)
         if self._agreement is None:
-            self._start(Call.UPDATE, window)
+            self._start(Call.UPDATE, window, place)
         items, loss = self._wait()
         if self._num_told < self.num_backwards:
-            self._start(Call.UPDATE_REST, window)
+            self._start(Call.UPDATE_REST, window, place)
             items, rest = self._wait()
             loss = loss + rest
         return items, _mean(loss, items)
@@ -79,15 +100,17 @@ class Totals:
             except TopologyError:
                 return
 
-    def _start(self, call: Call, window: Window) -> None:
+    def _start(self, call: Call, window: Window, place: Sequence[float]) -> None:
         tally = window.tally()
+        tally_values = tally.items, tally.means, tally.sums
+        progress = self.num_backwards, self._reached
         losses = self._sum()
         self._losses = []
         self._num_told = self.num_backwards
         on_host = self._device.type == "cpu"
         self._agreement = self._control.start(
             call,
-            (tally.items, tally.means, tally.sums, window.base, window.scopes, window.size, window.epoch),
+            (*tally_values, window.base, window.scopes, window.size, window.epoch, *progress, *place),
             tensor=losses if on_host else None,
         )
         if not on_host:
@@ -130,17 +153,18 @@ def _check_forms(rows: Rows) -> None:
 
 
 def _check_windows(rows: Rows) -> None:
-    places = [row[3:] for row in rows if row[1] or row[2]]
-    if all(place == places[0] for place in places):
-        return
-    lines = [
-        f"\n  rank {rank}: scope {scopes:g} of {size:g} in epoch {epoch:g}, planned for {base:g} items"
-        for rank, (*_, base, scopes, size, epoch) in enumerate(rows)
+    ranks = [rank for rank, row in enumerate(rows) if row[1] or row[2]]
+    differing = [
+        f"\n  {name}: " + ", ".join(f"{rows[rank][column]:g} on rank {rank}" for rank in ranks)
+        for column, name in enumerate(_PLACE, 3)
+        if any(rows[rank][column] != rows[ranks[0]][column] for rank in ranks)
     ]
-    raise RankMismatchError(
-        f"ranks are at different places of one update:{''.join(lines)}",
-        hint="every rank must enter the same scopes, driven by the same loader",
-    )
+    if differing:
+        raise RankMismatchError(
+            f"ranks are at different places of one update:{''.join(differing)}",
+            hint="every rank must enter the same scopes, driven by the same loader, with as many losses through the "
+            "same models, and step schedules alike",
+        )
 
 
 def _mean(total: Tensor | None, items: float) -> Tensor | None:

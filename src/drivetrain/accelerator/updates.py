@@ -7,8 +7,8 @@ optimizers step. It calls the engines in the order that `protocols.py` gives and
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Literal
 
 import torch
@@ -67,15 +67,25 @@ class Run:
 
 
 @dataclass(slots=True)
-class _Gradients:
-    """How far the gradients since the last step have come."""
+class _Phase:
+    """What comes between two steps within a window, and how far it is: one phase for one optimizer, mostly.
 
-    is_final: bool = False
+    Args:
+        is_agreed: whether ranks have told each other what there is.
+        reduced, scaled: models whose gradients are those of all ranks, and have the factor.
+        clipped: parameters that `norm` is the L2 norm of, by id.
+        steppers: optimizers that have used these gradients.
+    """
+
+    is_agreed: bool = False
     factor: float = 1.0
     items: float = 0.0
     loss: Tensor | None = None
     norm: Tensor | None = None
-    is_norm_of_all: bool = False
+    reduced: set[Engine] = field(default_factory=set)
+    scaled: set[Engine] = field(default_factory=set)
+    clipped: set[int] = field(default_factory=set)
+    steppers: set[Stepper] = field(default_factory=set)
 
 
 class Updates:
@@ -99,15 +109,21 @@ class Updates:
         self._held = 0
         self._run = run
         self._window: Window | None = None
+        self._known: dict[Stepper, None] = {}
         self._stepped: set[Stepper] = set()
+        self._holding: set[Engine] = set()
         self._unscaled: set[Stepper] = set()
         self._backwards = 0
         self._usual_backwards = 0
         self._was_unsynced = False
         self._is_counted = False
         self._reference = 1.0
-        self._gradients = _Gradients()
-        self._totals = Totals(run.control, device=run.device)
+        self._phase = _Phase()
+        self._totals: list[Totals] = []
+        self._number = 0
+        self._is_phase_over = False
+        self._uncleared: set[Stepper] = set()
+        self._left_over: set[Stepper] = set()
 
     @property
     def is_complete(self) -> bool:
@@ -148,52 +164,84 @@ class Updates:
 
     def backward(self, loss: Tensor, *, num_items: float | None, retain_graph: bool) -> None:
         """Run a backward pass of this rank's part of the scope; collective where it reduces gradients."""
-        window = self._window
-        if window is None or (self.is_implicit and self._stepped):
-            window = self._open_scope()
-        if self._gradients.is_final:
-            self._start_phase()
+        window, totals = self._begin_backward()
         divisor = window.weigh(num_items)
         is_filler = divisor is None
-        self._totals.add(None if is_filler else loss.detach(), window.loss_weight)
+        totals.add(None if is_filler else loss.detach(), window.loss_weight)
         self._was_unsynced = self._held > 0
         self._backwards += not self._was_unsynced
-        may_be_last = self._backwards == 1 and self._usual_backwards <= 1
-        if may_be_last and window.is_complete and not self._was_unsynced:
-            self._totals.start(window)
+        if self._is_last_backward(window):
+            totals.start(window, self._place())
         if divisor is not None and divisor != 1.0:
             loss = loss / divisor
         if self.scaler is not None:
             loss = self.scaler.scale(loss)
         try:
-            self._run.strategy.backward(loss, self.engines, contributes=not is_filler, retain_graph=retain_graph)
+            reached = self._run.strategy.backward(
+                loss, self.engines, contributes=not is_filler, retain_graph=retain_graph
+            )
         except RuntimeError:
             # Torch only knows that a rank is gone; where ranks were has been agreed before.
-            self._totals.check_places()
+            totals.check_places()
             raise
+        self._holding.update(reached)
+        if len(self.engines) > 1:
+            totals.note_reached(sum(1 << self.engines.index(engine) for engine in reached))
 
-    def finish(self) -> bool:
-        """Make gradients final but for loss scale and factor; collective at the end of a window.
+    def _begin_backward(self) -> tuple[Window, Totals]:
+        """Return the window and the phase's totals that a backward counts in."""
+        window = self._window
+        if window is None or (self.is_implicit and self._stepped):
+            window = self._open_scope()
+        if self._is_phase_over:
+            self._start_phase()
+        elif self._phase.is_agreed:
+            raise TrainingStepError(
+                "backward() after the gradients of this update were clipped or unscaled, and before they were used",
+                hint="before it, call optimizer.step(), or optimizer.zero_grad() to leave the update out",
+            )
+        if self._uncleared and window.form is None:
+            self._left_over = {stepper for stepper in self._uncleared if _has_gradients(stepper)}
+        if self._number == len(self._totals):
+            self._totals.append(Totals(self._run.control, device=self._run.device))
+        return window, self._totals[self._number]
+
+    def finish(self, engines: Iterable[Engine]) -> bool:
+        """Make the gradients of these models final but for loss scale and factor; collective at the end of a window.
 
         Returns:
             False inside a window, where nothing is done.
         """
-        window = self._window
+        window, phase = self._window, self._phase
         if window is None or window.form is None or not window.is_complete:
             return False
-        gradients = self._gradients
-        if gradients.is_final:
-            return True
-        if self.is_implicit:
-            self._check_implicit()
-        # Before anything of the engines': where ranks are at different places, this says so.
-        items, gradients.loss = self._totals.agree(window)
-        for engine in self.engines:
-            engine.synchronize()
-        gradients.items = items
-        gradients.factor = window.factor(items) if items else 1.0
-        gradients.is_final = True
+        if not phase.is_agreed:
+            if self.is_implicit:
+                self._check_implicit()
+            # Before anything of the engines': where ranks are at different places, this says so.
+            phase.items, phase.loss = self._totals[self._number].agree(window, self._place())
+            phase.factor = window.factor(phase.items) if phase.items else 1.0
+            phase.is_agreed = True
+        for engine in engines:
+            if engine not in phase.reduced:
+                phase.reduced.add(engine)
+                engine.synchronize()
         return True
+
+    def _is_last_backward(self, window: Window) -> bool:
+        """Whether this backward ends the update, as far as one can know: then the ranks agree while it runs.
+
+        With several models ranks agree afterwards, when it is known which of them it has reached.
+        """
+        is_usual = self._backwards == self._usual_backwards == 1 and not self._was_unsynced
+        return is_usual and window.is_complete and len(self.engines) == 1
+
+    def _place(self) -> tuple[float, ...]:
+        """Return what must be the same on all ranks besides the window: learning rates that the host knows."""
+        if self._run.control.world_size == 1:
+            return ()
+        rates = [group["lr"] for stepper in self._known for group in stepper.optimizer.param_groups if "lr" in group]
+        return (sum(rate for rate in rates if not isinstance(rate, Tensor)),)
 
     def _check_implicit(self) -> None:
         size = self._run.window_size(self._run.drivers.current())
@@ -214,26 +262,34 @@ class Updates:
             self._unscaled.add(stepper)
             stepper.unscale(self.scaler)
 
-    def scale(self) -> None:
-        """Apply the factor that is left on final gradients, once per update."""
-        factor, self._gradients.factor = self._gradients.factor, 1.0
-        if factor != 1.0:
-            for engine in self.engines:
-                engine.scale_gradients(factor)
+    def scale(self, engines: Iterable[Engine]) -> None:
+        """Apply the factor that is left on the final gradients of these models, once."""
+        phase = self._phase
+        for engine in engines:
+            if engine not in phase.scaled:
+                phase.scaled.add(engine)
+                if phase.factor != 1.0:
+                    engine.scale_gradients(phase.factor)
 
-    def clip_grad_norm(self, parameters: Sequence[nn.Parameter], *, max_norm: float, norm_type: float) -> Tensor:
-        """Clip final gradients; the factor that is left is applied on the way where all of them are clipped."""
-        gradients = self._gradients
-        gradients.is_norm_of_all = norm_type == 2.0 and self._trained() <= {id(parameter) for parameter in parameters}
-        if not gradients.is_norm_of_all:
-            self.scale()
-        factor, gradients.factor = gradients.factor, 1.0
-        gradients.norm = self._run.strategy.clip_grad_norm(
+    def clip_grad_norm(
+        self, parameters: Sequence[nn.Parameter], engines: Sequence[Engine], *, max_norm: float, norm_type: float
+    ) -> Tensor:
+        """Clip final gradients; a factor that is left is applied on the way where all of the models are clipped."""
+        phase = self._phase
+        chosen = {id(parameter) for parameter in parameters}
+        if phase.scaled.isdisjoint(engines) and _trained(engines) <= chosen:
+            phase.scaled.update(engines)
+            factor = phase.factor
+        else:
+            self.scale(engines)
+            factor = 1.0
+        phase.norm = self._run.strategy.clip_grad_norm(
             parameters, max_norm=max_norm, norm_type=norm_type, factor=factor
         )
-        return gradients.norm
+        phase.clipped = chosen if norm_type == 2.0 else set()
+        return phase.norm
 
-    def step(self, stepper: Stepper) -> bool | Tensor | None:
+    def step(self, stepper: Stepper, engines: Sequence[Engine]) -> bool | Tensor | None:
         """Apply an optimizer's gradients; collective at the end of a window.
 
         Returns:
@@ -243,17 +299,27 @@ class Updates:
             NonFiniteError: gradients are not finite and the policy says to stop; weights stay as they were.
         """
         self._learn()
-        if not self.finish():
+        self._is_phase_over = True
+        self._known[stepper] = None
+        if stepper in self._phase.steppers or not self.finish(engines):
             self._check_source(stepper)
             return None
+        phase = self._phase
+        if phase.factor != 1.0 and stepper in self._left_over:
+            raise TrainingStepError(
+                "the gradients of the update before were not cleared, and would be scaled like those of this one",
+                hint="call optimizer.zero_grad() after optimizer.step()",
+            )
         if not self._is_counted:
             self._is_counted = True
             self._run.control.updates += 1
         self._stepped.add(stepper)
+        self._uncleared.add(stepper)
+        phase.steppers.add(stepper)
         skipped: bool | Tensor = True
         try:
-            if self._gradients.items:
-                skipped = self._apply(stepper)
+            if phase.items:
+                skipped = self._apply(stepper, engines)
         finally:
             self._report(stepper, skipped=skipped)
         self._run.num_skipped += skipped
@@ -261,7 +327,7 @@ class Updates:
             self._allow_sync()
         return skipped
 
-    def zero_grad(self, stepper: Stepper, *, set_to_none: bool, is_alone: bool) -> None:
+    def zero_grad(self, stepper: Stepper, engines: Sequence[Engine], *, set_to_none: bool, is_alone: bool) -> None:
         """Clear gradients, unless a window holds them that is not stepped yet.
 
         Gradients that were looked at, by clipping or unscaling them, can be thrown away: the update is left out.
@@ -269,14 +335,18 @@ class Updates:
         Args:
             is_alone: whether no other optimizer steps these models.
         """
-        is_held = self._window is not None and self._window.form is not None and stepper not in self._stepped
-        if is_held and not self.is_implicit and not self._gradients.is_final:
+        is_held = stepper not in self._stepped and not self._holding.isdisjoint(engines)
+        is_final = not self._phase.reduced.isdisjoint(engines)
+        if is_held and not self.is_implicit and not is_final:
             return
         stepper.optimizer.zero_grad(set_to_none=set_to_none)
-        if is_held and self._gradients.is_final:
+        self._uncleared.discard(stepper)
+        if is_held and is_final:
             self._stepped.add(stepper)
+            self._is_phase_over = True
         elif is_held and is_alone:
-            self._totals.abandon()
+            for totals in self._totals:
+                totals.abandon()
             self._forget()
 
     def _open_scope(self) -> Window:
@@ -295,6 +365,8 @@ class Updates:
         else:
             batch = None if iteration is None else iteration.facts(window_size=1)
         self._window.enter(batch)
+        self._number = 0
+        self._is_phase_over = False
         return self._window
 
     def _allow_sync(self) -> None:
@@ -307,23 +379,20 @@ class Updates:
         """Make room for a new window."""
         self._window = None
         self._stepped.clear()
+        self._holding.clear()
         self._is_counted = False
-        self._gradients = _Gradients()
-        if self._totals.num_backwards:
-            self._totals = Totals(self._run.control, device=self._run.device)
+        self._phase = _Phase()
+        self._totals.clear()
         if self.scaler is not None and self._unscaled:
             self.scaler.update()
             self._unscaled.clear()
 
     def _start_phase(self) -> None:
-        """Go on after a step within a window: what comes is for the next optimizer."""
-        if not self._stepped:
-            raise TrainingStepError(
-                "backward() after the gradients of this update were clipped or unscaled, and before they were used",
-                hint="before it, call optimizer.step(), or optimizer.zero_grad() to leave the update out",
-            )
-        self._gradients = _Gradients()
-        self._totals = Totals(self._run.control, device=self._run.device)
+        """Go on after a step within a scope: what comes is for the next optimizer, as in the scopes before."""
+        self._is_phase_over = False
+        self._number += 1
+        if self._phase.is_agreed:
+            self._phase = _Phase()
 
     def _learn(self) -> None:
         """Remember how many backwards a scope has before it is left or stepped: the next ones can count on it."""
@@ -333,28 +402,23 @@ class Updates:
 
     def _check_source(self, stepper: Stepper) -> None:
         """Refuse gradients that no backward() of ours has made: nothing is known of their scale."""
-        has_window = self._window is not None and self._window.form is not None
-        parameters = (parameter for group in stepper.optimizer.param_groups for parameter in group["params"])
-        if not has_window and any(parameter.grad is not None for parameter in parameters):
+        is_inside_window = self._window is not None and self._window.form is not None and not self._phase.is_agreed
+        if not is_inside_window and _has_gradients(stepper):
             raise TrainingStepError(
                 "optimizer.step() found gradients, and accelerator.backward() was not called for them",
-                hint="call accelerator.backward(loss) in place of loss.backward()",
+                hint="call accelerator.backward(loss) in place of loss.backward(), and step once after it",
             )
 
-    def _trained(self) -> set[int]:
-        parameters = (parameter for engine in self.engines for parameter in engine.module.parameters())
-        return {id(parameter) for parameter in parameters if parameter.grad is not None}
-
-    def _apply(self, stepper: Stepper) -> bool | Tensor:
+    def _apply(self, stepper: Stepper, engines: Sequence[Engine]) -> bool | Tensor:
         """Step, and return whether weights stayed as they were. Reads the device at most once."""
-        run = self._run
+        run, phase = self._run, self._phase
         self.unscale(stepper)
-        self.scale()
+        self.scale(engines)
         if self.scaler is None and run.non_finite == "ignore":
             stepper.step()
             return False
-        norm = self._gradients.norm
-        if norm is None or not self._gradients.is_norm_of_all:
+        norm = phase.norm
+        if norm is None or not phase.clipped.issuperset(_ids_of_trained(stepper)):
             norm = stepper.grad_norm()
         if self.scaler is None and run.non_finite == "skip" and stepper.has_device_skip:
             found_inf = torch.isfinite(norm).logical_not().float()
@@ -364,14 +428,14 @@ class Updates:
         if is_finite:
             stepper.step()
         if self.scaler is not None:
-            self._reference = reference_for(self._gradients.items)
+            self._reference = reference_for(phase.items)
         if not is_finite and run.non_finite == "raise":
             self._raise_unless_overflow(norm)
         return not is_finite
 
     def _raise_unless_overflow(self, norm: Tensor) -> None:
         """Stop, unless only the loss scale was too large."""
-        loss = self._gradients.loss
+        loss = self._phase.loss
         if self.scaler is not None and (loss is None or bool(torch.isfinite(loss))):
             return
         shown = "unknown" if loss is None else f"{loss.item():g}"
@@ -383,13 +447,30 @@ class Updates:
 
     def _report(self, stepper: Stepper, *, skipped: bool | Tensor) -> None:
         """Leave what `last_update` is made from when somebody asks; nobody does in most steps."""
-        step, gradients, lr = self._run.control.updates, self._gradients, stepper.optimizer.param_groups[0]["lr"]
+        step, phase, lr = self._run.control.updates, self._phase, stepper.optimizer.param_groups[0]["lr"]
         lr = lr.clone() if isinstance(lr, Tensor) else lr
         self._run.report = lambda: Update(
             step=step,
-            loss=gradients.loss,
-            num_items=gradients.items,
-            grad_norm=gradients.norm,
+            loss=phase.loss,
+            num_items=phase.items,
+            grad_norm=phase.norm,
             skipped=skipped,
             lr=lr,
         )
+
+
+def _parameters(stepper: Stepper) -> Iterator[nn.Parameter]:
+    return (parameter for group in stepper.optimizer.param_groups for parameter in group["params"])
+
+
+def _has_gradients(stepper: Stepper) -> bool:
+    return any(parameter.grad is not None for parameter in _parameters(stepper))
+
+
+def _ids_of_trained(stepper: Stepper) -> Iterator[int]:
+    return (id(parameter) for parameter in _parameters(stepper) if parameter.grad is not None)
+
+
+def _trained(engines: Iterable[Engine]) -> set[int]:
+    parameters = (parameter for engine in engines for parameter in engine.module.parameters())
+    return {id(parameter) for parameter in parameters if parameter.grad is not None}

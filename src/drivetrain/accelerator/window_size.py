@@ -41,10 +41,10 @@ class WindowSize:
             ConfigError: it is not a positive number, or `global_batch_size` sets it.
         """
         if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
-            raise ConfigError([self._problem("gradient_accumulation_steps", steps, "must be 1 or more")])
+            raise ConfigError([_assigned(steps, "must be 1 or more")])
         if self._global_batch is not None:
             message = f"is derived from `global_batch_size` = {self._global_batch}"
-            raise ConfigError([self._problem("gradient_accumulation_steps", steps, message)])
+            raise ConfigError([_assigned(steps, message)])
         self.steps = steps
 
     def __call__(self, iteration: Iteration | None) -> int:
@@ -94,3 +94,8 @@ class WindowSize:
     def _problem(self, path: str, value: object, message: str, *, hint: str | None = None) -> Problem:
         source = str(self._sources[path]) if path in self._sources else None
         return Problem(path=path, value=str(value), source=source, message=message, hint=hint)
+
+
+def _assigned(steps: object, message: str) -> Problem:
+    path = "gradient_accumulation_steps"
+    return Problem(path=path, value=str(steps), source=f"accelerator.{path} = ...", message=message)

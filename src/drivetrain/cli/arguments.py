@@ -9,11 +9,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from difflib import SequenceMatcher
 
-from drivetrain.config import Flag, did_you_mean
+from drivetrain.config import Flag, nearest, rule_for
 from drivetrain.errors import DrivetrainError
 
 _TRUTH = frozenset({"true", "false", "yes", "no", "on", "off", "1", "0"})
+_ALMOST_SURE = 0.8
+"""Likeness, from 0 to 1, above which a word is a misspelled flag and not another one."""
+_SCRIPTS_FLAGS = "flags of the script go after the script"
 _OWN_FLAGS = {
     "--config_file": "config_file",
     "--config-file": "config_file",
@@ -135,11 +139,21 @@ class _Reader:
 
     def _refuse(self, name: str, *, has_value: bool) -> None:
         """Note an unknown flag, and step over what looks like its value, so that the rest is still checked."""
-        known = [*self._table, *_OWN_FLAGS]
-        hint = " ".join(filter(None, (did_you_mean(name, known), "flags of the script go after the script")))
-        self.faults.append(f"there is no flag `{name}`\n  hint: {hint}")
+        if rule := rule_for(name.lstrip("-").replace("-", "_")):
+            self.faults.append(f"there is no flag `{name}`: {rule.reason}")
+        else:
+            self.faults.append(f"there is no flag `{name}`\n  hint: {self._hint(name)}")
         if not has_value and len(self._words) > 1 and self._looks_like_value(self._words[0]):
             self._words.pop(0)
+
+    def _hint(self, name: str) -> str:
+        """Return what an unknown flag was meant to be: almost surely a misspelling, or perhaps one of the script's."""
+        words = [flag.removeprefix("--") for flag in (*self._table, *_OWN_FLAGS) if flag.startswith("--")]
+        near = nearest(name.lstrip("-"), words)
+        if near is None:
+            return _SCRIPTS_FLAGS
+        is_misspelled = SequenceMatcher(None, name.lstrip("-").lower(), near).ratio() > _ALMOST_SURE
+        return f"did you mean `--{near}`?" + ("" if is_misspelled else f" {_SCRIPTS_FLAGS}")
 
     def _has_value(self) -> bool:
         """Whether the next word can be a value; a negative number can, another flag cannot."""

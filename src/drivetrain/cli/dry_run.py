@@ -36,27 +36,34 @@ def _processes(plan: LaunchPlan) -> Iterator[str]:
 
 
 def _settings(plan: LaunchPlan) -> Iterator[str]:
-    yield "settings:"
+    yield "settings, without those that the script itself gives to Accelerator(...), which come first:"
     for path, value in flatten(plan.resolved.config).items():
         yield f"  {path} = {_text(value)} ({plan.resolved.sources.get(path, 'default')})"
 
 
 def _variables(plan: LaunchPlan) -> Iterator[str]:
-    for local_rank in range(plan.local_world_size):
-        seat = Seat(
-            local_rank=local_rank,
-            machine_rank=plan.machine_rank,
-            master_addr=plan.master_addr,
-            master_port=plan.master_port or "<a free port>",
-            run_id="<name of the run>",
-            attempt=0,
-            launcher_holds_store=plan.start_method != "exec" and plan.rendezvous == "static",
-            config_file="<file of the settings above>",
-            error_file=None if plan.start_method == "exec" else "<file for its failure>",
-        )
-        variables = rank_variables(plan, seat)
+    by_rank = [rank_variables(plan, _seat(plan, local_rank)) for local_rank in range(plan.local_world_size)]
+    first, *others = by_rank
+    own = [name for name in first if any(variables[name] != first[name] for variables in others)]
+    yield "variables of every rank:" if others else "variables:"
+    yield from (f"  {name}={value}" for name, value in first.items() if name not in own)
+    for variables in by_rank if others else ():
         yield f"variables of rank {variables['RANK']}:"
-        yield from (f"  {name}={value}" for name, value in variables.items())
+        yield from (f"  {name}={variables[name]}" for name in own)
+
+
+def _seat(plan: LaunchPlan, local_rank: int) -> Seat:
+    return Seat(
+        local_rank=local_rank,
+        machine_rank=plan.machine_rank,
+        master_addr=plan.master_addr,
+        master_port=plan.master_port or "<a free port>",
+        run_id="<name of the run>",
+        attempt=0,
+        launcher_holds_store=plan.start_method != "exec" and plan.rendezvous == "static",
+        config_file="<file of the settings above>",
+        error_file=None if plan.start_method == "exec" else "<file for its failure>",
+    )
 
 
 def _text(value: object) -> str:

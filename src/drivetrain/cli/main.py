@@ -11,7 +11,7 @@ import sys
 from collections.abc import Sequence
 from importlib import import_module
 
-from drivetrain.cli.commands import COMMANDS
+from drivetrain.cli.commands import ABSENT, COMMANDS
 from drivetrain.errors import DrivetrainError
 
 _FAILED = 1
@@ -66,6 +66,9 @@ def _print_overview() -> None:
 def _refuse(command: str) -> int:
     from difflib import get_close_matches
 
+    if command in ABSENT:
+        print(f"error: the command `{command}` is not there yet\n  hint: {ABSENT[command]}", file=sys.stderr)
+        return _WRONG_REQUEST
     near = get_close_matches(command, COMMANDS, n=1)
     hint = f"did you mean `{near[0]}`?" if near else f"the commands are: {', '.join(COMMANDS)}"
     print(f"error: there is no command `{command}`\n  hint: {hint}", file=sys.stderr)

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from drivetrain.errors import RankMismatchError, TopologyError
 
-NUM_VALUES = 7
+NUM_VALUES = 10
 _HEAD = 2  # the call, and how far the rank is
 
 Rows = list[list[float]]
@@ -74,9 +74,14 @@ class Control:
         """Begin to show this rank's place and values to all ranks; collective.
 
         Args:
-            values: at most seven numbers of this rank.
+            values: at most ten numbers of this rank.
             tensor: one more, 0-d and on the CPU; the sum over ranks is the agreement's `tensor`, and nothing reads it.
         """
+        if self.group is not None and not dist.is_initialized():
+            raise TopologyError(
+                "the process group of this Accelerator is closed",
+                hint="make one Accelerator for the whole script, or a new one after end_training()",
+            )
         # Every rank fills its own row and adds zeros to the others': a sum in which each value stays what it is.
         matrix = torch.zeros(self.world_size, _HEAD + NUM_VALUES + 1, dtype=torch.float64)
         own = matrix.numpy()[self.rank]
@@ -123,7 +128,7 @@ class Agreement:
         return self._matrix[:, -1].sum()
 
     def wait(self, *, seconds: float | None = None) -> Rows:
-        """Return every rank's seven values, a row each.
+        """Return every rank's ten values, a row each.
 
         Args:
             seconds: how long to wait for the other ranks; None for the time-out of the group.

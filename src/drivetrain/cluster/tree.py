@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sized
 from typing import Any
 
 from torch import Tensor
@@ -57,3 +57,11 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
 def _initialised(value: Any) -> list[str]:
     """Return the fields of a dataclass that its constructor takes; the others follow from them."""
     return [field.name for field in dataclasses.fields(value) if field.init]
+
+
+def num_rows(value: Any) -> int:
+    """Return the size of dim 0 of the largest tensor in `value`, or its length without any; 1 for what has neither."""
+    sizes = [tensor.shape[0] if tensor.dim() else 1 for tensor in tensors_in(value)]
+    if sizes:
+        return max(sizes)
+    return len(value) if isinstance(value, Sized) else 1

@@ -18,7 +18,15 @@ from drivetrain.config.layers import (
     layer_from_variables,
     read_file,
 )
-from drivetrain.config.process import digest, resolve_for_process, shared_settings, strategy_for
+from drivetrain.config.migrate import rule_for
+from drivetrain.config.process import (
+    accelerator_problems,
+    check_accelerator,
+    digest,
+    resolve_for_process,
+    shared_settings,
+    strategy_for,
+)
 from drivetrain.config.resolve import Resolved, flatten, resolve
 from drivetrain.config.resolved_file import is_resolved, read_resolved, write_resolved
 from drivetrain.config.section import Section, Setting, StrategySpec
@@ -37,6 +45,8 @@ __all__ = [
     "Source",
     "StrategySpec",
     "Value",
+    "accelerator_problems",
+    "check_accelerator",
     "did_you_mean",
     "digest",
     "flags",
@@ -51,6 +61,7 @@ __all__ = [
     "read_resolved",
     "resolve",
     "resolve_for_process",
+    "rule_for",
     "shared_settings",
     "strategy_for",
     "write_resolved",

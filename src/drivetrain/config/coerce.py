@@ -11,6 +11,7 @@ import os
 import re
 
 from drivetrain.config.keys import Key, did_you_mean
+from drivetrain.config.migrate import absent_value
 from drivetrain.config.sources import Value, show
 
 _WORDS = {"true": True, "yes": True, "on": True, "1": True, "false": False, "no": False, "off": False, "0": False}
@@ -47,7 +48,7 @@ def coerce(key: Key, value: Value) -> object:
         case "text":
             return _text(raw)
         case "choice":
-            return _choice(raw, choices=key.choices)
+            return _choice(raw, path=key.path, choices=key.choices)
 
 
 def _spelled(key: Key, text: str) -> object:
@@ -91,13 +92,15 @@ def _text(raw: object) -> str:
     raise Unfit(f"{_named(raw)} is not text", hint="put it in quotes" if isinstance(raw, (bool, float)) else None)
 
 
-def _choice(raw: object, *, choices: tuple[str | int, ...]) -> str | int:
+def _choice(raw: object, *, path: str, choices: tuple[str | int, ...]) -> str | int:
     for choice in choices:
         # A reader of YAML 1.1 makes False of an unquoted `no`.
         if (type(raw) is type(choice) and raw == choice) or (raw is False and str(choice).lower() == "no"):
             return choice
     *others, last = (f"`{choice}`" for choice in choices)
     allowed = f"{', '.join(others)} or {last}" if others else last
+    if absent := absent_value(path, raw):
+        raise Unfit(f"{absent}; allowed: {allowed}")
     raise Unfit(f"allowed: {allowed}", hint=did_you_mean(str(raw), map(str, choices)))
 
 

@@ -19,7 +19,7 @@ class Flag:
         names: spellings with underscores and with hyphens.
         aliases: further names, such as `--cpu`.
         kind: a bool may stand alone and then means true; a value needs text after it.
-        metavar: what the text is, for the help page.
+        metavar: what the text is, for the help page; `true|false` for a bool whose default is true, else empty.
         choices: allowed texts, if the list is closed.
         help: one or more sentences.
         panel: heading on the help page.
@@ -49,7 +49,13 @@ def _flag(key: Key) -> Flag:
         names=_spelled(key.flat),
         aliases=tuple(spelling for alias in key.setting.aliases for spelling in _spelled(alias)),
         kind="bool" if key.kind == "bool" else "value",
-        metavar={"bool": "", "int": "INT", "float": "NUMBER", "text": "TEXT", "choice": "CHOICE"}[key.kind],
+        metavar={
+            "bool": "true|false" if key.default is True else "",
+            "int": "INT",
+            "float": "NUMBER",
+            "text": "TEXT",
+            "choice": "CHOICE",
+        }[key.kind],
         choices=tuple(str(choice) for choice in key.choices),
         help=key.help,
         panel=key.setting.panel,

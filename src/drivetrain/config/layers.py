@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from drivetrain.config.keys import VARIABLE_PREFIX, Key, by_flat_name, did_you_mean, keys, sections
-from drivetrain.config.migrate import DROPPED, RENAMED
+from drivetrain.config.migrate import RENAMED, Dropped, rule_for
 from drivetrain.config.section import Section
 from drivetrain.config.sources import DEFAULT, Entry, Layer, Source, SourceKind, Value, plain, show
 from drivetrain.errors import Problem
@@ -80,12 +80,10 @@ def layer_from_variables(variables: Mapping[str, str]) -> Layer:
         if key := table.get(name):
             values[key.path] = Value(raw=text, source=source, written=key.path)
         else:
-            hint = did_you_mean(name, table)
-            problems.append(
-                Problem(
-                    path=name, value=show(text), source="environment", message="no setting has this name", hint=hint
-                )
-            )
+            rule = rule_for(name.removeprefix(VARIABLE_PREFIX).lower())
+            message = rule.reason if rule else "no setting has this name"
+            hint = rule.hint if rule else did_you_mean(name, table)
+            problems.append(Problem(path=name, value=show(text), source="environment", message=message, hint=hint))
     return Layer(by_path=values, problems=tuple(problems))
 
 
@@ -127,8 +125,8 @@ class _Placement:
             self._add(key.path, self._value(entry))
         elif self._kind == "file" and entry.key in RENAMED:
             self._rename(entry)
-        elif self._kind == "file" and entry.key in DROPPED:
-            self._drop(entry)
+        elif rule := rule_for(entry.key):
+            self._drop(entry, rule)
         else:
             self._refuse(entry, entry.key, "there is no such setting", hint=_hint_for_top(entry.key))
 
@@ -156,10 +154,9 @@ class _Placement:
         self._add(rule.path, replace(old, raw=raw), shown=old)
         self._notes.append(f"{entry.place}: `{entry.key}: {show(old.raw)}` is read as `{rule.path}: {show(raw)}`")
 
-    def _drop(self, entry: Entry) -> None:
-        rule = DROPPED[entry.key]
+    def _drop(self, entry: Entry, rule: Dropped) -> None:
         if not rule.accepts(plain(entry.value)):
-            self._refuse(entry, entry.key, rule.reason, hint="leave it out")
+            self._refuse(entry, entry.key, rule.reason, hint=rule.hint)
 
     def _add(self, path: str, value: Value, *, shown: Value | None = None) -> None:
         if value.raw is None:

@@ -1,7 +1,8 @@
-"""Keys of Accelerate's files that drivetrain spells otherwise or has no use for; nothing else knows them.
+"""What Accelerate's and torchrun's users write that drivetrain spells otherwise or lacks; nothing else knows it.
 
-Such a key is *translated* with a note, *dropped* when it holds the value that means "not used", and refused by name
-otherwise. A key that a registered strategy has is never looked up here.
+In files such a key is *translated* with a note (`RENAMED`). Everything else that is known has a rule that says in one
+sentence what to do instead (`rule_for`); files and code may hold it as long as its value means "not used". A name that
+the schema has is never looked up here.
 """
 
 from __future__ import annotations
@@ -10,8 +11,19 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
+_EMPTY: tuple[object, ...] = (None, False, "", "no", "NO", (), [], {})
+
+_COMPILE = "compile the model with `torch.compile` in the script instead"
+_DEEPSPEED = "DeepSpeed is not there yet"
+_FP8 = "fp8 is not there yet"
+_FSDP = "FSDP is not there yet"
+_IPEX = "Intel's extension for PyTorch is not supported"
+_LOADER = "this choice of the data loader is not there yet"
+_MEGATRON = "Megatron-LM is not there yet"
+_MPI = "start `mpirun` yourself: its variables are understood"
+_PARALLELISM = "parallelism other than over data is not there yet"
 _TPU = "TPU pods are not supported"
-_LATER = "this part of Accelerate's file is not supported by this version"
+_TRACKERS = "trackers are not there yet: log in the script where `accelerator.is_main_process`"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -19,16 +31,20 @@ class Dropped:
     """The key is without use here.
 
     Args:
-        neutral: values that may stand in a file all the same, besides the empty ones.
-        reason: why any other value is refused.
+        reason: why a value that says something is refused, or what does the same here.
+        neutral: values that say nothing; a mapping of empty values says nothing either.
+        hint: the fix, where the reason does not hold it.
     """
 
     reason: str
-    neutral: tuple[object, ...] = ()
+    neutral: tuple[object, ...] = _EMPTY
+    hint: str | None = "leave it out"
 
     def accepts(self, value: object) -> bool:
         """Return whether the value says nothing."""
-        return value in (None, False, "", "no", "NO", (), [], {}) or value in self.neutral
+        if isinstance(value, dict):
+            return all(inner in _EMPTY for inner in value.values())
+        return value in self.neutral
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,6 +64,14 @@ def _when_true(value: str) -> Callable[[object], object]:
     return lambda old: {True: value, False: None}.get(old, old) if isinstance(old, bool) else old
 
 
+def _here(what: str) -> Dropped:
+    return Dropped(reason=f"here this is {what}", neutral=(None,), hint=None)
+
+
+def _instead(reason: str, *neutral: object) -> Dropped:
+    return Dropped(reason=reason, neutral=neutral or _EMPTY)
+
+
 RENAMED: Mapping[str, Renamed] = MappingProxyType(
     {
         "fp16": Renamed(path="mixed_precision", translate=_when_true("fp16")),
@@ -57,24 +81,103 @@ RENAMED: Mapping[str, Renamed] = MappingProxyType(
 
 DROPPED: Mapping[str, Dropped] = MappingProxyType(
     {
-        "command_file": Dropped(reason=_TPU),
-        "commands": Dropped(reason=_TPU),
-        "deepspeed_config": Dropped(reason=_LATER),
-        "downcast_bf16": Dropped(reason=_TPU),
-        "dynamo_backend": Dropped(reason="call `torch.compile` in the script instead"),
-        "dynamo_config": Dropped(reason="call `torch.compile` in the script instead"),
-        "enable_cpu_affinity": Dropped(reason="processes are not bound to CPUs by this version"),
-        "fp8_config": Dropped(reason=_LATER),
-        "fsdp_config": Dropped(reason=_LATER),
-        "main_training_function": Dropped(reason="the script runs as a whole", neutral=("main",)),
-        "megatron_lm_config": Dropped(reason=_LATER),
-        "mpirun_config": Dropped(reason="start `mpirun` yourself: its variables are understood"),
-        "parallelism_config": Dropped(reason=_LATER),
-        "tpu_env": Dropped(reason=_TPU),
-        "tpu_name": Dropped(reason=_TPU),
-        "tpu_use_cluster": Dropped(reason=_TPU),
-        "tpu_use_sudo": Dropped(reason=_TPU),
-        "tpu_vm": Dropped(reason=_TPU),
-        "tpu_zone": Dropped(reason=_TPU),
+        "bf16": _here("`mixed_precision`, with the value `bf16`"),
+        "command_file": _instead(_TPU),
+        "commands": _instead(_TPU),
+        "dataloader_config": _instead("`even_batches` is a setting of its own, other choices of loaders are not there"),
+        "device_placement": _instead("`prepare` always moves what it gets to `accelerator.device`", None, True),
+        "dispatch_batches": _instead("every rank reads its own share of the data"),
+        "downcast_bf16": _instead(_TPU),
+        "dynamo_backend": _instead(_COMPILE),
+        "dynamo_config": _instead(_COMPILE),
+        "dynamo_plugin": _instead(_COMPILE),
+        "enable_cpu_affinity": _instead("processes are not bound to CPUs by this version"),
+        "gradient_accumulation_plugin": _here("`gradient_accumulation_steps`"),
+        "ipex": _instead(_IPEX),
+        "ipex_config": _instead(_IPEX),
+        "kwargs_handlers": Dropped(
+            reason="there are no handlers: their values are settings",
+            hint="give `ddp_config`, such as `ddp_config={'find_unused_parameters': True}`",
+        ),
+        "log_with": _instead(_TRACKERS),
+        "logging_dir": _instead(_TRACKERS),
+        "main_training_function": _instead("the script runs as a whole", *_EMPTY, "main"),
+        "master_addr": _here("`main_process_ip`"),
+        "master_port": _here("`main_process_port`"),
+        "module": _here("`-m`, before the name of the module"),
+        "multi_gpu": Dropped(
+            reason="here this is `distributed_type`, with the value `MULTI_GPU`",
+            hint="leave it out: without a number of processes every device gets one",
+        ),
+        "nnodes": _here("`num_machines`"),
+        "node_rank": _here("`machine_rank`"),
+        "non_blocking": _instead(_LOADER),
+        "nproc_per_node": _here("`num_processes`, which counts the processes of all machines together"),
+        "offload_optimizer_device": _instead(_DEEPSPEED, None, "none"),
+        "offload_param_device": _instead(_DEEPSPEED, None, "none"),
+        "project_config": _here("`project_dir`"),
+        "rdzv_endpoint": _here("`main_process_ip` and `main_process_port`"),
+        "redirects": _here("`log_dir`"),
+        "rng_types": _instead("generators are not copied between ranks: `seed` sets them all"),
+        "split_batches": Dropped(
+            reason="the batch size of a loader is always that of one rank",
+            hint="give `global_batch_size` to fix the rows per update over all ranks",
+        ),
+        "step_scheduler_with_optimizer": _instead("a prepared scheduler steps with its optimizer", None, True),
+        "tee": _here("`log_dir`"),
+        "use_seedable_sampler": _instead("the order of the data follows `seed`", *_EMPTY, True),
+        "use_stateful_dataloader": _instead(_LOADER),
+        "use_xpu": _instead(_IPEX),
+        "vm": _instead(_TPU),
+        "zero_stage": _instead(_DEEPSPEED, None),
     }
 )
+
+_FAMILIES: Mapping[str, Dropped] = MappingProxyType(
+    {
+        "deepspeed_": _instead(_DEEPSPEED),
+        "dynamo_": _instead(_COMPILE),
+        "fp8_": _instead(_FP8),
+        "fsdp_": _instead(_FSDP),
+        "megatron_lm_": _instead(_MEGATRON),
+        "mpirun_": _instead(_MPI),
+        "parallelism_config": _instead(_PARALLELISM),
+        "tpu_": _instead(_TPU),
+        "use_deepspeed": _instead(_DEEPSPEED),
+        "use_fsdp": _instead(_FSDP),
+        "use_megatron_lm": _instead(_MEGATRON),
+        "use_mpirun": _instead(_MPI),
+        "use_parallelism_config": _instead(_PARALLELISM),
+        "zero3_": _instead(_DEEPSPEED),
+    }
+)
+"""Rules for all keys that begin so."""
+
+_ABSENT_VALUES: Mapping[tuple[str, str], str] = MappingProxyType(
+    {
+        ("compute_environment", "AMAZON_SAGEMAKER"): "SageMaker is not supported",
+        ("distributed_type", "DEEPSPEED"): _DEEPSPEED,
+        ("distributed_type", "FSDP"): _FSDP,
+        ("distributed_type", "MEGATRON_LM"): _MEGATRON,
+        **{
+            ("distributed_type", f"MULTI_{kind}"): f"{kind} devices are not supported"
+            for kind in ("HPU", "MLU", "MUSA", "NEURON", "NPU", "SDAA", "XPU")
+        },
+        ("distributed_type", "XLA"): "XLA devices are not supported",
+        ("mixed_precision", "fp8"): _FP8,
+    }
+)
+
+
+def rule_for(name: str) -> Dropped | None:
+    """Return the rule for a name that Accelerate or torchrun has and drivetrain has not; None for any other."""
+    if name in DROPPED:
+        return DROPPED[name]
+    if name in RENAMED:
+        return _here(f"`{RENAMED[name].path}`")
+    return next((rule for prefix, rule in _FAMILIES.items() if name.startswith(prefix)), None)
+
+
+def absent_value(path: str, value: object) -> str | None:
+    """Return the sentence about a value of a setting that exists in Accelerate only; None for any other."""
+    return _ABSENT_VALUES.get((path, str(value).upper())) or _ABSENT_VALUES.get((path, str(value).lower()))

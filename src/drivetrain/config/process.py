@@ -5,7 +5,8 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
 
 from drivetrain.config.keys import keys
 from drivetrain.config.layers import layer_from_code, layer_from_mapping, layer_from_variables, read_file
@@ -13,7 +14,7 @@ from drivetrain.config.resolve import Resolved, flatten, resolve
 from drivetrain.config.resolved_file import is_resolved, read_resolved
 from drivetrain.config.schema import CoreConfig
 from drivetrain.config.section import StrategySpec
-from drivetrain.config.sources import Layer
+from drivetrain.config.sources import Layer, Source
 from drivetrain.errors import ConfigError, Problem
 from drivetrain.registry import strategy_specs
 
@@ -84,6 +85,38 @@ def strategy_for(config: CoreConfig, *, world_size: int) -> StrategySpec:
     raise ConfigError([Problem(path="distributed_type", message=message, hint="choose one by `distributed_type`")])
 
 
+def check_accelerator(config: CoreConfig, *, count: int, source: Source | None = None) -> None:
+    """Check that a run whose `distributed_type` needs accelerators has some.
+
+    Args:
+        count: accelerators that this process may use.
+        source: of `distributed_type`, for the message.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    if problems := tuple(accelerator_problems(config, count=count)):
+        raise ConfigError(replace(problem, source=None if source is None else str(source)) for problem in problems)
+
+
+def accelerator_problems(
+    config: CoreConfig, *, count: int, reason: str = "this process sees none"
+) -> Iterator[Problem]:
+    """Yield the problem of a `distributed_type` that needs accelerators where this many can be used.
+
+    Args:
+        reason: why there is none, for the message.
+    """
+    wanted = config.distributed_type
+    if count == 0 and any(wanted in spec.needs_accelerator for spec in strategy_specs()):
+        yield Problem(
+            path="distributed_type",
+            value=wanted,
+            message=f"`{wanted}` needs accelerators: {reason}",
+            hint="use MULTI_CPU to train on the CPU, or leave `distributed_type` out",
+        )
+
+
 def _layer_from_config(config: str | os.PathLike[str] | Mapping[str, object] | CoreConfig) -> Layer:
     if isinstance(config, CoreConfig):
         return layer_from_mapping(
@@ -91,7 +124,11 @@ def _layer_from_config(config: str | os.PathLike[str] | Mapping[str, object] | C
         )
     if isinstance(config, Mapping):
         return layer_from_mapping(config, place=_CONFIG_ARGUMENT)
-    return read_file(config)
+    given: object = config  # whatever the annotation says
+    if not isinstance(given, str | os.PathLike):
+        message = f"expected a path, a mapping or a RunConfig, not a {type(given).__name__}"
+        raise ConfigError([Problem(path="", source=_CONFIG_ARGUMENT, message=message)])
+    return read_file(given)
 
 
 def _without_files(layer: Layer) -> Layer:

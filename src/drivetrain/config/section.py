@@ -55,6 +55,7 @@ class StrategySpec:
         flag_prefix: in front of its keys on the command line, in variables and, if the user likes, in files.
         settings: the model of its section.
         implementation: `module:class` of the strategy.
+        needs_accelerator: those of `distributed_types` that never run on the CPU.
         check: cross-field rules, called for every run with the world size when that is known. A problem's `path` is
             a dotted key; other keys that its message holds in backticks are shown with their value and source.
     """
@@ -67,4 +68,5 @@ class StrategySpec:
     flag_prefix: str = ""
     settings: type[Section] | None = None
     implementation: str
+    needs_accelerator: tuple[str, ...] = ()
     check: Callable[[CoreConfig, int | None], Iterable[Problem]] = _no_problems

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from drivetrain.config import Resolved, RunConfig
+from drivetrain.config import Resolved, RunConfig, accelerator_problems
 from drivetrain.errors import ConfigError, Problem
 from drivetrain.launch.machine import Devices, Machine, count_visible
 from drivetrain.launch.script import Script
@@ -171,6 +171,7 @@ def _problems(config: RunConfig, found: Devices, devices: Reasoned, local_world_
             there = f"0 to {found.present - 1}" if found.present else found.reason
             yield Problem(path="gpu_ids", message=f"this machine has no such device: {there}")
             return
+    yield from accelerator_problems(config, count=devices.value, reason=devices.reason)
     if devices.value and local_world_size > devices.value:
         asked = f"{local_world_size} processes need {local_world_size} devices"
         yield Problem(

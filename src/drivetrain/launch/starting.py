@@ -69,6 +69,8 @@ def _run_ranks(plan: LaunchPlan, *, folder: str, config_file: str) -> int:
     os.environ["OMP_NUM_THREADS"] = str(plan.threads.value)
     if plan.log_dir is not None:
         Path(plan.log_dir).mkdir(parents=True, exist_ok=True)
+        sys.stderr.write(f"drivetrain: output of the ranks: {os.path.join(plan.log_dir, 'rank-N.log')}\n")
+        sys.stderr.flush()
 
     from torch.distributed import DistError
     from torch.distributed.elastic.rendezvous import RendezvousError

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import contextlib
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -168,6 +169,23 @@ class LocalEngine:
         """Multiply all gradients in place."""
         scale_gradients(self.module.parameters(), factor)
 
+    def gradient_marks(self) -> list[tuple[int, int] | None]:
+        """Return what tells whether a backward has come to this model: it changes some of these."""
+        found = (parameter.grad for parameter in self.module.parameters())
+        return [None if gradient is None else (id(gradient), gradient._version) for gradient in found]
+
+    @contextlib.contextmanager
+    def keep_gradients(self) -> Iterator[None]:
+        """Leave the gradients as they are, whatever backward runs in this context."""
+        kept = [(parameter, parameter.grad) for parameter in self.module.parameters()]
+        for parameter, _ in kept:
+            parameter.grad = None
+        try:
+            yield
+        finally:
+            for parameter, gradient in kept:
+                parameter.grad = gradient
+
     def state_dict(self) -> dict[str, Tensor]:
         """Return parameters and persistent buffers."""
         return replicated_state_dict(self.module)
@@ -176,3 +194,17 @@ class LocalEngine:
         """Take the autocast hooks off the model."""
         if self._autocast is not None:
             self._autocast.remove()
+
+
+def run_backward(loss: Tensor, engines: Sequence[Engine], *, retain_graph: bool) -> Sequence[Engine]:
+    """Run a backward pass and return the engines that it has reached.
+
+    Whichever way it comes to the only model there is, it is for that; of several, the gradients show which.
+    """
+    local = [engine for engine in engines if isinstance(engine, LocalEngine)]
+    if len(local) < 2:
+        loss.backward(retain_graph=retain_graph)
+        return local
+    before = [engine.gradient_marks() for engine in local]
+    loss.backward(retain_graph=retain_graph)
+    return [engine for engine, marks in zip(local, before, strict=True) if engine.gradient_marks() != marks]

@@ -185,3 +185,34 @@ def test_compiled_model_keeps_its_names_and_is_known(accelerator: Accelerator, w
     assert set(accelerator.get_state_dict(prepared)) == {"weight", "bias"}
     with accelerator.accumulate(prepared):
         accelerator.backward(prepared(torch.ones(1, 2)).sum())
+
+
+@pytest.mark.parametrize("model", [nn.LazyLinear(3), nn.Linear(2, 2, device="meta")], ids=["lazy", "meta"])
+def test_model_without_values_is_refused(accelerator: Accelerator, model: nn.Module) -> None:
+    with pytest.raises(PrepareError, match=r"weight of .* has no values yet"):
+        accelerator.prepare(model)
+
+
+def test_models_that_share_a_parameter_are_refused(accelerator: Accelerator) -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    with pytest.raises(PrepareError, match="Linear shares parameters with another prepared model: bias, weight"):
+        accelerator.prepare(model, model[0])
+
+
+def test_mapping_is_refused_with_the_right_hint(accelerator: Accelerator) -> None:
+    with pytest.raises(PrepareError, match="one by one"):
+        accelerator.prepare({"model": nn.Linear(2, 2)})
+
+
+def test_loaders_of_one_length_have_orders_of_their_own() -> None:
+    accelerator = Accelerator(cpu=True, seed=0)
+    rows = TensorDataset(torch.arange(20))
+    pair = accelerator.prepare(*(DataLoader(rows, batch_size=1, shuffle=True) for _ in range(2)))
+    first, second = ([row.item() for (row,) in loader] for loader in pair)
+    assert sorted(first) == sorted(second)
+    assert first != second
+
+
+def test_config_of_a_wrong_kind_is_a_problem_of_the_configuration() -> None:
+    with pytest.raises(ConfigError, match="a path, a mapping or a RunConfig"):
+        Accelerator(cpu=True, config=3)  # type: ignore[arg-type]

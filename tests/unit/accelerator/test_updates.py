@@ -554,3 +554,53 @@ def test_loss_of_shape_one_is_logged_without_it() -> None:
     accelerator.backward(model(one()))
     optimizer.step()
     assert accelerator.last_update.loss.shape == ()
+
+
+@pytest.mark.parametrize("count", ["3", torch.tensor([3, 4]), None.__class__])
+def test_count_of_a_wrong_kind_is_refused(count: Any) -> None:
+    accelerator = Accelerator(cpu=True)
+    model, _ = trained(accelerator)
+    with pytest.raises(TrainingStepError, match="is not a count"):
+        accelerator.backward(model(one()).sum(), num_items=count)
+
+
+@pytest.mark.parametrize("limit", [-1.0, float("nan"), "x", None])
+def test_limit_of_a_wrong_kind_is_refused(limit: Any) -> None:
+    accelerator = Accelerator(cpu=True)
+    model, _ = trained(accelerator)
+    for clip in (accelerator.clip_grad_norm_, accelerator.clip_grad_value_):
+        with pytest.raises(TrainingStepError, match="cannot be clipped"):
+            clip(model.parameters(), limit)
+
+
+def test_gradients_left_over_are_refused_where_they_would_be_scaled() -> None:
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+    model, optimizer = trained(accelerator)
+    for number in range(4):
+        with accelerator.accumulate(model):
+            accelerator.backward(model(one()).sum(), num_items=2)
+            if number < 3:
+                optimizer.step()
+    with pytest.raises(TrainingStepError, match="were not cleared"):
+        optimizer.step()
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+    model, optimizer = trained(accelerator)
+    for _ in range(4):
+        with accelerator.accumulate(model):
+            accelerator.backward(model(one()).sum(), num_items=2)
+            optimizer.step()
+            if accelerator.sync_gradients:
+                model.zero_grad()
+    assert model.weight.item() == -1.0
+
+
+def test_gathered_evaluation_is_whole_inside_the_training_loop() -> None:
+    accelerator = Accelerator(cpu=True)
+    batches = accelerator.prepare(loader([0.0, 1.0, 2.0], batch_size=2))
+    for _ in batches:
+        assert accelerator.gather_for_metrics(torch.arange(4)).tolist() == [0, 1, 2, 3]
+
+
+def test_member_of_the_other_library_is_explained() -> None:
+    with pytest.raises(AttributeError, match="save_state"):
+        Accelerator(cpu=True).save_state("folder")

@@ -72,16 +72,38 @@ def test_help_when_asked_for_before_the_script_then_wins(line: str) -> None:
 
 def test_unknown_flags_when_typed_then_are_all_named_with_the_nearest() -> None:
     with pytest.raises(UsageError) as caught:
-        parse("--num_proceses 2 --cpu --mixed-precison=bf16 --warmup 30 t.py")
+        parse("--num_proceses 2 --cpu --mixed-precison=bf16 --warmup 30 --lr 1 --batch_size 8 t.py")
     assert str(caught.value).splitlines() == [
-        "3 problems on the command line",
+        "5 problems on the command line",
         "  there is no flag `--num_proceses`",
-        "    hint: did you mean `--num_processes`? flags of the script go after the script",
+        "    hint: did you mean `--num_processes`?",
         "  there is no flag `--mixed-precison`",
-        "    hint: did you mean `--mixed-precision`? flags of the script go after the script",
+        "    hint: did you mean `--mixed-precision`?",
         "  there is no flag `--warmup`",
         "    hint: flags of the script go after the script",
+        "  there is no flag `--lr`",
+        "    hint: flags of the script go after the script",
+        "  there is no flag `--batch_size`",
+        "    hint: did you mean `--global_batch_size`? flags of the script go after the script",
     ]
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("--use_fsdp", "FSDP is not there yet"),
+        ("--fsdp-offload-params", "FSDP is not there yet"),
+        ("--use_deepspeed", "DeepSpeed is not there yet"),
+        ("--zero_stage", "DeepSpeed is not there yet"),
+        ("--nproc-per-node", "here this is `num_processes`, which counts the processes of all machines together"),
+        ("--fp16", "here this is `mixed_precision`"),
+        ("--debug", "here this is `check_collectives`"),
+    ],
+)
+def test_flag_when_accelerate_or_torchrun_has_it_then_is_refused_by_name(name: str, reason: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        parse(f"{name} 2 t.py")
+    assert str(caught.value) == f"there is no flag `{name}`: {reason}"
 
 
 @pytest.mark.parametrize("name", ["--num_process", "--mixed", "-c", "--Num_Processes"])

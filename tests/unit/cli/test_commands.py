@@ -11,8 +11,10 @@ import pytest
 
 from drivetrain.cli import launch
 from drivetrain.cli.arguments import split
+from drivetrain.cli.commands import ABSENT, COMMANDS
 from drivetrain.cli.main import main
 from drivetrain.config import flags
+from drivetrain.config.keys import keys
 from drivetrain.errors import ConfigError
 from drivetrain.launch.machine import Devices, Machine
 
@@ -43,6 +45,20 @@ def test_command_when_misspelled_then_names_the_nearest(capsys: pytest.CaptureFi
     assert capsys.readouterr().err == "error: there is no command `lanch`\n  hint: did you mean `launch`?\n"
 
 
+@pytest.mark.parametrize("command", sorted(ABSENT))
+def test_command_when_it_is_not_there_yet_then_says_so(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([command]) == 2
+    expected = f"error: the command `{command}` is not there yet\n  hint: {ABSENT[command]}\n"
+    assert capsys.readouterr().err == expected
+    assert command not in COMMANDS
+
+
+def test_help_of_launch_when_a_default_is_true_then_shows_how_to_say_false(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["launch", "--help"]) == 0
+    shown = re.findall(r"--(\w+) +true\|false", capsys.readouterr().out)
+    assert shown == [key.flat for key in keys().values() if key.default is True]
+
+
 def test_help_of_launch_when_printed_then_names_every_flag_and_keeps_brackets(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
@@ -70,6 +86,7 @@ def test_help_when_printed_then_torch_is_not_loaded() -> None:
         ("launch --num_proceses 2 train.py", "hint: did you mean `--num_processes`?"),
         ("launch --num_processes two train.py", "num_processes = two (flag --num_processes)"),
         ("launch --num_processes 2 --distributed_type NO train.py", "(flag --distributed_type)"),
+        ("launch --distributed_type FSDP train.py", "FSDP is not there yet; allowed: "),
         ("launch --num_machines 2 --cpu train.py", "num_machines = 2 (flag --num_machines)"),
     ],
 )
@@ -99,7 +116,27 @@ def test_dry_run_when_layers_differ_then_shows_who_won(
     assert "  seed = 2 (variable DRIVETRAIN_SEED)" in lines
     assert "  num_processes = 2 (flag --num_processes)" in lines
     assert "  non_finite = raise (default)" in lines
-    assert [line for line in lines if line.startswith("  RANK=")] == ["  RANK=0", "  RANK=1"]
+    assert [line for line in lines if line.startswith("settings")] == [
+        "settings, without those that the script itself gives to Accelerator(...), which come first:"
+    ]
+
+
+def test_dry_run_when_ranks_share_variables_then_prints_these_once(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["launch", "--cpu", "--num_processes", "2", "--dry-run", "train.py"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    start, *ranks = (lines.index(f"variables of {who}:") for who in ("every rank", "rank 0", "rank 1"))
+    assert "  WORLD_SIZE=2" in lines[start : ranks[0]]
+    assert lines[ranks[0] :] == [
+        *("variables of rank 0:", "  RANK=0", "  LOCAL_RANK=0", "  ROLE_RANK=0"),
+        *("variables of rank 1:", "  RANK=1", "  LOCAL_RANK=1", "  ROLE_RANK=1"),
+    ]
+
+
+def test_dry_run_when_there_is_one_rank_then_all_variables_are_in_one_list(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["launch", "--cpu", "--dry-run", "train.py"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line for line in lines if line.startswith("variables")] == ["variables:"]
+    assert "  RANK=0" in lines
 
 
 @pytest.mark.parametrize(

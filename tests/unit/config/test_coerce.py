@@ -76,6 +76,8 @@ def test_coerce_when_value_fits_then_has_the_type_of_the_setting(path: str, raw:
         ("mixed_precision", "bf61", "did you mean `bf16`?"),
         ("mixed_precision", True, None),
         ("distributed_type", "multi-gpu", "did you mean `MULTI_GPU`?"),
+        ("distributed_type", "FSDP", None),
+        ("distributed_type", "MULTI_XPU", None),
         ("stage", True, None),
         ("stage", 2.0, None),
         ("stage", "3", None),

@@ -122,6 +122,49 @@ def test_read_file_when_a_foreign_key_says_something_then_is_refused_by_name(tmp
 
 
 @pytest.mark.parametrize(
+    "text",
+    [
+        "ipex_config: {ipex: false, use_xpu: false}",
+        "dynamo_config: {dynamo_backend: 'NO'}",
+        "use_fsdp: false",
+        "fsdp_config: {}",
+        "deepspeed_plugin: null",
+        "device_placement: true",
+    ],
+)
+def test_read_file_when_a_foreign_value_means_not_used_then_is_dropped(tmp_path: Path, text: str) -> None:
+    layer = from_text(tmp_path, text)
+    assert (raws(layer), layer.problems) == ({}, ())
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("fsdp_plugin", object(), "FSDP is not there yet"),
+        ("fsdp_offload_params", True, "FSDP is not there yet"),
+        ("deepspeed_plugin", object(), "DeepSpeed is not there yet"),
+        ("log_with", "wandb", "trackers are not there yet"),
+        ("device_placement", False, "`prepare` always moves"),
+        ("gradient_accumulation_plugin", object(), "here this is `gradient_accumulation_steps`"),
+        ("debug", True, "here this is `check_collectives`"),
+    ],
+)
+def test_layer_from_code_when_only_accelerate_has_an_argument_then_is_refused_by_name(
+    name: str, value: object, message: str
+) -> None:
+    (problem,) = layer_from_code({name: value}).problems
+    assert (problem.path, problem.source) == (name, f"Accelerator({name}=...)")
+    assert problem.message.startswith(message)
+    assert "did you mean" not in (problem.hint or "")
+    assert layer_from_code({name: None}).problems == ()
+
+
+def test_layer_from_variables_when_only_accelerate_has_the_setting_then_is_refused_by_name() -> None:
+    (problem,) = layer_from_variables({"DRIVETRAIN_USE_FSDP": "true"}).problems
+    assert (problem.path, problem.message) == ("DRIVETRAIN_USE_FSDP", "FSDP is not there yet")
+
+
+@pytest.mark.parametrize(
     ("text", "path", "value"),
     [("fp16: true", "mixed_precision", "fp16"), ("debug: true", "check_collectives", "always")],
 )

@@ -10,6 +10,7 @@ import pytest
 import drivetrain.config
 from drivetrain.config import (
     RunConfig,
+    check_accelerator,
     digest,
     flatten,
     is_resolved,
@@ -143,6 +144,18 @@ def test_strategy_for_when_the_world_is_known_then_is_the_one_that_serves_it(
 def test_strategy_for_when_no_distribution_meets_two_ranks_then_is_an_error() -> None:
     with pytest.raises(ConfigError, match="this run has 2"):
         strategy_for(RunConfig(distributed_type="NO"), world_size=2)
+
+
+def test_check_accelerator_when_the_type_needs_one_and_none_is_there_then_is_an_error() -> None:
+    layers = [layer_from_mapping({"distributed_type": "MULTI_GPU"}, place="run.yaml line 1")]
+    resolved = resolve(layers)
+    with pytest.raises(ConfigError) as caught:
+        check_accelerator(resolved.config, count=0, source=resolved.sources["distributed_type"])
+    (problem,) = caught.value.problems
+    assert (problem.path, problem.value, problem.source) == ("distributed_type", "MULTI_GPU", "run.yaml line 1")
+    check_accelerator(resolved.config, count=1)
+    for settings in ({}, {"distributed_type": "MULTI_CPU"}, {"distributed_type": "NO"}):
+        check_accelerator(RunConfig(**settings), count=0)
 
 
 def test_run_config_when_pickled_then_is_the_same() -> None:

@@ -67,6 +67,17 @@ def test_plan_when_more_processes_than_devices_are_asked_for_then_refuses() -> N
     ]
 
 
+@pytest.mark.parametrize("devices", [NO_DEVICES, gpus(2, visible=0)])
+def test_plan_when_accelerators_are_needed_and_none_can_be_used_then_refuses(devices: Devices) -> None:
+    settings: dict[str, object] = {"distributed_type": "MULTI_GPU", "num_processes": 2}
+    with pytest.raises(ConfigError) as caught:
+        make(settings, devices=devices)
+    (problem,) = caught.value.problems
+    assert (problem.path, problem.value, problem.source) == ("distributed_type", "MULTI_GPU", "run.yaml")
+    assert problem.message == f"`MULTI_GPU` needs accelerators: {devices.reason}"
+    assert make(settings, devices=gpus(2)).devices.value == 2
+
+
 @pytest.mark.parametrize(("devices", "there"), [(gpus(2), "0 to 1"), (NO_DEVICES, "no accelerator found")])
 def test_plan_when_a_device_does_not_exist_then_refuses(devices: Devices, there: str) -> None:
     with pytest.raises(ConfigError, match=f"no such device: {there}") as caught:

@@ -71,5 +71,6 @@ SPEC = StrategySpec(
     flag_prefix="ddp_",
     settings=DDPSettings,
     implementation="drivetrain.strategies.ddp.strategy:DDPStrategy",
+    needs_accelerator=("MULTI_GPU",),
     check=_check,
 )

@@ -8,7 +8,8 @@ gradients are used.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,13 +18,13 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from drivetrain.cluster.tree import tensors_in
 from drivetrain.errors import TrainingStepError
 from drivetrain.protocols import Communication, Engine
 from drivetrain.strategies.common import (
     LocalEngine,
     ReplicatedStrategy,
     StrategyContext,
+    run_backward,
 )
 from drivetrain.strategies.ddp.settings import DDPSettings
 
@@ -36,14 +37,13 @@ _NAMES_SHOWN = 8
 class DataParallel(DistributedDataParallel):
     """DDP whose attributes are also those of the model, and whose evaluation needs no other rank.
 
-    It notes whether the reducer is armed, and whether a backward came through the last forward.
+    Attributes:
+        is_armed: whether the reducer waits for the backward of the last forward.
     """
 
     def __init__(self, module: nn.Module, **options: Any) -> None:
         super().__init__(module, **options)
         self.is_armed = False
-        self.is_touched = False
-        self.is_opaque = False
 
     @torch.compiler.disable(recursive=False)  # type: ignore[untyped-decorator]
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
@@ -52,11 +52,6 @@ class DataParallel(DistributedDataParallel):
             return self.module(*inputs, **kwargs)
         output: Any = super().forward(*inputs, **kwargs)  # type: ignore[no-untyped-call]
         self.is_armed = self.require_backward_grad_sync
-        watched = [tensor for tensor in tensors_in(output) if tensor.requires_grad]
-        for tensor in watched:
-            tensor.register_hook(self._note_backward)
-        # An output that cannot be looked into: any backward may come through it.
-        self.is_opaque = not watched
         return output
 
     def __getattr__(self, name: str) -> Any:
@@ -64,10 +59,6 @@ class DataParallel(DistributedDataParallel):
             return super().__getattr__(name)
         except AttributeError:
             return getattr(super().__getattr__("module"), name)
-
-    def _note_backward(self, gradient: Tensor) -> None:
-        del gradient
-        self.is_touched = True
 
 
 class DDPEngine(LocalEngine):
@@ -80,26 +71,17 @@ class DDPEngine(LocalEngine):
         self._ddp = DataParallel(module, **_ddp_options(settings, context.device))
         self.prepared = self._ddp
         self._is_dirty = False
+        self._has_own = False
         self._trained = [value for value in module.named_parameters() if value[1].requires_grad]
         self._frozen = [value for value in module.named_parameters() if not value[1].requires_grad]
-
-    @property
-    def is_touched(self) -> bool:
-        """Whether the last backward came through this model."""
-        return self._ddp.is_touched
 
     def begin(self, *, sync: bool) -> None:
         """Let the next forwards arm the reducer, or not."""
         self._ddp.require_backward_grad_sync = sync
 
-    def before_backward(self) -> None:
-        """Forget what earlier backwards touched."""
-        self._ddp.is_touched = self._ddp.is_opaque
-
     def after_backward(self) -> None:
-        """Note whether what the backward left in the gradients is reduced."""
-        if not self._ddp.is_touched:
-            return
+        """Note whether what a backward has left in the gradients is reduced."""
+        self._has_own = True
         if self._ddp.is_armed:
             self._ddp.is_armed = False
             self._check_all_parameters_used()
@@ -108,7 +90,7 @@ class DDPEngine(LocalEngine):
             self._is_dirty = True
 
     def join_backward(self) -> None:
-        """Stand in for a backward of the other ranks: contribute zeros where they reduce."""
+        """Stand in for a backward of the other ranks: contribute nothing where they reduce."""
         if self._ddp.is_armed:
             self._ddp.is_armed = False
             self._reduce()
@@ -123,14 +105,11 @@ class DDPEngine(LocalEngine):
         Raises:
             TrainingStepError: a parameter is trained that was frozen when the model was prepared.
         """
-        for name, parameter in self._frozen:
-            if parameter.requires_grad:
-                raise TrainingStepError(
-                    f"{name} is trained now and was frozen when the model was prepared, so DDP does not reduce it",
-                    hint="prepare the model with every parameter that will be trained unfrozen",
-                )
+        _check_still_frozen(self._frozen)
         if self._is_dirty:
+            self._check_gradients_there()
             self._reduce()
+        self._has_own = False
 
     def close(self) -> None:
         """Take the hooks off the model: those of autocast, and DDP's on the gradients."""
@@ -139,11 +118,22 @@ class DDPEngine(LocalEngine):
 
     def _reduce(self) -> None:
         self._is_dirty = False
+        for name, parameter in self._trained:
+            if not parameter.requires_grad:
+                raise TrainingStepError(
+                    f"{name} was trained when the model was prepared and is frozen now, and DDP waits for its gradient",
+                    hint="freeze it before prepare(), or only while other models are trained",
+                )
+        parameters = [parameter for _, parameter in self._trained]
+        looks_for_unused = self._ddp.find_unused_parameters
+        if looks_for_unused:
+            # Those without a gradient are left out, as in a loss that does not use them; one must be there.
+            parameters = [parameter for parameter in parameters if parameter.grad is not None] or parameters[:1]
         with torch.enable_grad():
             # In the order in which a backward would come to them, in which DDP then lays out its buckets.
-            nothing = _AddZeros.apply(*reversed(self.trainable()))  # type: ignore[no-untyped-call]
+            nothing = _AddZeros.apply(*reversed(parameters))  # type: ignore[no-untyped-call]
         # As DDP does at the end of a forward: from here the reducer waits for every parameter's gradient.
-        self._ddp.reducer.prepare_for_backward([nothing] if self._ddp.find_unused_parameters else [])
+        self._ddp.reducer.prepare_for_backward([nothing] if looks_for_unused else [])
         nothing.backward()
 
     def trainable(self) -> list[nn.Parameter]:
@@ -156,14 +146,44 @@ class DDPEngine(LocalEngine):
         try:
             self._ddp.reducer._check_reducer_finalized()
         except RuntimeError as error:
-            unused = [name for name, parameter in self._trained if parameter.grad is None]
-            shown = ", ".join(unused[:_NAMES_SHOWN]) + (", ..." if len(unused) > _NAMES_SHOWN else "")
+            listed = re.search(r"did not receive grad for rank \d+: ([\d ]+)", str(error))
+            numbers = [int(number) for number in listed[1].split()] if listed else []
+            raise self._unused([self._trained[number][0] for number in numbers]) from error
+
+    def _check_gradients_there(self) -> None:
+        """Refuse a window that has left parameters without a gradient, as DDP does in a single backward."""
+        if self._checks_usage and self._has_own and any(value.grad is None for _, value in self._trained):
+            raise self._unused([name for name, parameter in self._trained if parameter.grad is None])
+
+    def _unused(self, unused: list[str]) -> TrainingStepError:
+        shown = ", ".join(unused[:_NAMES_SHOWN]) + (", ..." if len(unused) > _NAMES_SHOWN else "")
+        return TrainingStepError(
+            f"the loss does not depend on {len(unused) or 'some'} of the model's parameters "
+            f"({shown or 'unknown ones'}), and DDP waits for all gradients",
+            hint="use every parameter in every step, freeze them with requires_grad_(False) before prepare(), "
+            "or set `ddp_config.find_unused_parameters: true` (--ddp_find_unused_parameters)",
+        )
+
+
+class FrozenEngine(LocalEngine):
+    """A model without trained parameters: the same on every rank, and nothing of it travels."""
+
+    def synchronize(self) -> None:
+        """Nothing travels.
+
+        Raises:
+            TrainingStepError: a parameter is trained that was frozen when the model was prepared.
+        """
+        _check_still_frozen(self.module.named_parameters())
+
+
+def _check_still_frozen(parameters: Iterable[tuple[str, nn.Parameter]]) -> None:
+    for name, parameter in parameters:
+        if parameter.requires_grad:
             raise TrainingStepError(
-                f"the loss does not depend on {len(unused) or 'some'} of the model's parameters "
-                f"({shown or 'unknown ones'}), and DDP waits for all gradients",
-                hint="use every parameter in every step, freeze them with requires_grad_(False) before prepare(), "
-                "or set `ddp_config.find_unused_parameters: true` (--ddp_find_unused_parameters)",
-            ) from error
+                f"{name} is trained now and was frozen when the model was prepared, so DDP does not reduce it",
+                hint="prepare the model with every parameter that will be trained unfrozen",
+            )
 
 
 class _AddZeros(torch.autograd.Function):
@@ -199,25 +219,28 @@ class DDPStrategy(ReplicatedStrategy):
         del optimizers
         return [self._engine(model) for model in models]
 
-    def backward(self, loss: Tensor, engines: Sequence[Engine], *, contributes: bool, retain_graph: bool) -> None:
+    def backward(
+        self, loss: Tensor, engines: Sequence[Engine], *, contributes: bool, retain_graph: bool
+    ) -> Sequence[Engine]:
         """Run the backward pass; where a forward armed the reducer, gradients are averaged on the way."""
-        trained = [engine for engine in engines if isinstance(engine, DDPEngine)]
         if not contributes:
-            for engine in _reached(loss, trained, retain_graph=retain_graph):
-                engine.join_backward()
-            return
-        for engine in trained:
-            engine.before_backward()
-        loss.backward(retain_graph=retain_graph)
-        for engine in trained:
-            engine.after_backward()
+            trained = [engine for engine in engines if isinstance(engine, DDPEngine)]
+            expected = _reached(loss, trained, retain_graph=retain_graph)
+            for stand_in in expected:
+                stand_in.join_backward()
+            return expected
+        reached = run_backward(loss, engines, retain_graph=retain_graph)
+        for engine in reached:
+            if isinstance(engine, DDPEngine):
+                engine.after_backward()
+        return reached
 
     def _engine(self, model: nn.Module) -> Engine:
         if self.divisor > 1 and any(parameter.requires_grad for parameter in model.parameters()):
             return DDPEngine(model, self._context)
-        engine = LocalEngine(model, self._context)
         if self.divisor == 1:
-            return engine
+            return LocalEngine(model, self._context)
+        engine = FrozenEngine(model, self._context)
         with torch.no_grad():
             for value in (*model.parameters(), *model.buffers()):
                 dist.broadcast(value, src=0)
@@ -234,8 +257,15 @@ def _reached(loss: Tensor, engines: Sequence[DDPEngine], *, retain_graph: bool) 
     """Return the engines whose output the loss depends on, without touching a gradient."""
     if len(engines) < 2:
         return engines
-    for engine in engines:
-        engine.before_backward()
+    counts = [len(engine.trainable()) for engine in engines]
     parameters = [parameter for engine in engines for parameter in engine.trainable()]
-    torch.autograd.grad(loss, parameters, allow_unused=True, retain_graph=retain_graph)
-    return [engine for engine in engines if engine.is_touched]
+    try:
+        found = iter(torch.autograd.grad(loss, parameters, allow_unused=True, retain_graph=retain_graph))
+    except RuntimeError:  # reentrant checkpoints allow no such look; then as the other ranks do, most likely
+        return engines
+    by_engine = [[next(found) for _ in range(count)] for count in counts]
+    return [
+        engine
+        for engine, gradients in zip(engines, by_engine, strict=True)
+        if any(gradient is not None for gradient in gradients)
+    ]

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from drivetrain.protocols import Engine
-from drivetrain.strategies.common import LocalEngine, ReplicatedStrategy, StrategyContext
+from drivetrain.strategies.common import LocalEngine, ReplicatedStrategy, StrategyContext, run_backward
 
 
 class SingleStrategy(ReplicatedStrategy):
@@ -24,8 +24,8 @@ class SingleStrategy(ReplicatedStrategy):
         del optimizers
         return [LocalEngine(model, self._context) for model in models]
 
-    def backward(self, loss: Tensor, engines: Sequence[Engine], *, contributes: bool, retain_graph: bool) -> None:
+    def backward(
+        self, loss: Tensor, engines: Sequence[Engine], *, contributes: bool, retain_graph: bool
+    ) -> Sequence[Engine]:
         """Run the backward pass."""
-        del engines
-        if contributes:
-            loss.backward(retain_graph=retain_graph)
+        return run_backward(loss, engines, retain_graph=retain_graph) if contributes else engines

@@ -1,0 +1,119 @@
+"""What to say about members that users of Accelerate know and that `drivetrain.Accelerator` does not have."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from difflib import get_close_matches
+from types import MappingProxyType
+
+_BARRIER = "work under `if accelerator.is_main_process:`, and call `accelerator.wait_for_everyone()` after it"
+_CHECKPOINTS = (
+    "checkpoints of the whole training are not there yet; `accelerator.save_model` writes the weights, and prepared "
+    "optimizers and schedulers have `state_dict`"
+)
+_COMPILE = "compile the model with `torch.compile` in the script"
+_CONFIG = "it is a setting: read `accelerator.config.{name}`"
+_DEEPSPEED = "DeepSpeed is not there yet"
+_FP8 = "fp8 is not there yet"
+_FSDP = "FSDP is not there yet"
+_PARALLELISM = "parallelism other than over data is not there yet; all ranks read different data"
+_RANK = "test `accelerator.is_main_process`, `is_local_main_process` or `process_index` in an `if`"
+_RESUME = "skipping batches is not there yet; start the epoch again"
+_STATE = (
+    "its values are members of the accelerator: `device`, `num_processes`, `process_index`, `is_main_process`, "
+    "`mixed_precision`, `sync_gradients`"
+)
+_TRACKERS = "trackers are not there yet; log in the script under `if accelerator.is_main_process:`"
+_WHOLE_MODEL = "every rank has the whole model; see `accelerator.unwrap_model` and `accelerator.get_state_dict`"
+
+_INSTEAD: Mapping[str, str] = MappingProxyType(
+    {
+        "check_trigger": "flags over ranks are not there yet; `accelerator.reduce` adds up a tensor",
+        "clear": "use `accelerator.free_memory()`",
+        "context_parallel_rank": _PARALLELISM,
+        "data_parallel_rank": "with data parallelism it is `accelerator.process_index`",
+        "data_parallel_shard_rank": _PARALLELISM,
+        "deepspeed_plugin": _DEEPSPEED,
+        "deepspeed_ulysses_dl_adapter": _DEEPSPEED,
+        "dispatch_batches": "every rank reads its own share of the data",
+        "distributed_type": "ask `accelerator.num_processes` and `accelerator.device`",
+        "even_batches": _CONFIG,
+        "fp8_backend": _FP8,
+        "fp8_enabled": _FP8,
+        "fp8_recipe_handler": _FP8,
+        "get_tracker": _TRACKERS,
+        "gradient_state": _STATE,
+        "init_trackers": _TRACKERS,
+        "is_composable_parallelism_enabled": _PARALLELISM,
+        "is_fsdp2": _FSDP,
+        "join_uneven_inputs": "loaders that `prepare` has seen give every rank the same number of batches",
+        "load_state": _CHECKPOINTS,
+        "local_main_process_first": _BARRIER,
+        "log": _TRACKERS,
+        "log_with": _TRACKERS,
+        "logging_dir": _TRACKERS,
+        "lomo_backward": "optimizers that step inside of `backward` are not there yet",
+        "main_process_first": _BARRIER,
+        "maybe_context_parallel": _PARALLELISM,
+        "multi_device": "ask `accelerator.num_processes` and `accelerator.device`",
+        "native_amp": "ask `accelerator.mixed_precision`",
+        "non_blocking": "this choice of the data loader is not there yet",
+        "on_last_process": _RANK,
+        "on_local_main_process": _RANK,
+        "on_local_process": _RANK,
+        "on_main_process": _RANK,
+        "on_process": _RANK,
+        "pad_across_processes": "padding is not there yet; pad to a common shape before `accelerator.gather`",
+        "parallelism_config": _PARALLELISM,
+        "pipeline_parallel_rank": _PARALLELISM,
+        "profile": "use `torch.profiler.profile` in the script",
+        "project_configuration": "ask `accelerator.project_dir`",
+        "register_for_checkpointing": _CHECKPOINTS,
+        "register_load_state_pre_hook": _CHECKPOINTS,
+        "register_save_state_pre_hook": _CHECKPOINTS,
+        "rng_types": "generators are not copied between ranks; `accelerator.set_seed` sets them all",
+        "save": (
+            "use `accelerator.save_model`, or `torch.save(...)` under `if accelerator.is_main_process:` of what "
+            "`accelerator.get_state_dict` returned on all ranks"
+        ),
+        "save_iteration": _CHECKPOINTS,
+        "save_state": _CHECKPOINTS,
+        "set_trigger": "flags over ranks are not there yet; `accelerator.reduce` adds up a tensor",
+        "should_save_model": "ask `accelerator.is_main_process`",
+        "skip_first_batches": _RESUME,
+        "split_batches": "the batch size of a loader is always that of one rank",
+        "split_between_processes": (
+            "take every n-th item: `items[accelerator.process_index::accelerator.num_processes]`"
+        ),
+        "state": _STATE,
+        "step_scheduler_with_optimizer": "a prepared scheduler steps once per update of its optimizer",
+        "tensor_parallel_rank": _PARALLELISM,
+        "torch_device_mesh": _PARALLELISM,
+        "trackers": _TRACKERS,
+        "trigger_sync_in_backward": "it is not there yet; leave `no_sync` before the last `backward` of the window",
+        "use_seedable_sampler": "the order of the data always follows `seed`",
+        "use_stateful_dataloader": _RESUME,
+        "verify_device_map": _WHOLE_MODEL,
+    }
+)
+
+_FAMILIES: Mapping[str, str] = MappingProxyType(
+    {"deepspeed_": _DEEPSPEED, "dynamo_": _COMPILE, "fsdp_": _FSDP, "fp8_": _FP8}
+)
+"""Sentences for all names that begin so."""
+
+
+def explain(name: str, *, members: Iterable[str] = ()) -> str:
+    """Return the text of an AttributeError for a member that the accelerator does not have.
+
+    Args:
+        members: names that it has, among which a misspelled one is looked for.
+    """
+    head = f"Accelerator has no `{name}`"
+    public = [member for member in members if not member.startswith("_")]
+    if instead := _INSTEAD.get(name):
+        return f"{head}: {instead.format(name=name)}"
+    if near := get_close_matches(name, public, n=1):
+        return f"{head}\n  hint: did you mean `{near[0]}`?"
+    family = next((sentence for prefix, sentence in _FAMILIES.items() if name.startswith(prefix)), None)
+    return head if family is None else f"{head}: {family}"
