@@ -8,8 +8,7 @@
     |-- PrepareError           an object that `prepare` cannot take
     |-- TrainingStepError      `backward`, `clip_*` or `step` in an order that gives wrong gradients
     |   `-- NonFiniteError     a gradient is inf or NaN, and the policy says to stop
-    |-- DataError              a loader or its data cannot be shared out as asked
-    `-- MissingDependencyError an optional library is needed and absent
+    `-- DataError              a loader or its data cannot be shared out as asked
 
 Catch `DrivetrainError` to catch all of them.
 """
@@ -98,7 +97,3 @@ class NonFiniteError(TrainingStepError):
 
 class DataError(DrivetrainError):
     """A data loader or its data cannot be shared out as asked."""
-
-
-class MissingDependencyError(DrivetrainError):
-    """An optional library is needed for what was asked and is not installed."""

@@ -1,7 +1,8 @@
 """What ranks tell each other of an update: how many items it holds, and the sum of its losses.
 
 One small sum over ranks on the CPU per update. Where a scope has one backward, as nearly always, it is started before
-the last backward of the window and over when that ends. On an accelerator the losses, which only the device knows, are
+the last backward of the window and over when that ends; where a scope has several models, a second one afterwards says
+which of them its losses have reached. On an accelerator the losses, which only the device knows, are
 added up there by a second one.
 """
 
@@ -40,7 +41,7 @@ class Totals:
         self._agreement: Agreement | None = None
         self._device_sum: Tensor | None = None
         self._device_work: dist.Work | None = None
-        self._num_told = 0
+        self._told = (0, 0)
         self._reached = 0
         self.num_backwards = 0
 
@@ -75,7 +76,7 @@ class Totals:
         if self._agreement is None:
             self._start(Call.UPDATE, window, place)
         items, loss = self._wait()
-        if self._num_told < self.num_backwards:
+        if self._told != (self.num_backwards, self._reached):
             self._start(Call.UPDATE_REST, window, place)
             items, rest = self._wait()
             loss = loss + rest
@@ -106,7 +107,7 @@ class Totals:
         progress = self.num_backwards, self._reached
         losses = self._sum()
         self._losses = []
-        self._num_told = self.num_backwards
+        self._told = progress
         on_host = self._device.type == "cpu"
         self._agreement = self._control.start(
             call,

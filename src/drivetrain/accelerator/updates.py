@@ -200,7 +200,7 @@ class Updates:
                 "backward() after the gradients of this update were clipped or unscaled, and before they were used",
                 hint="before it, call optimizer.step(), or optimizer.zero_grad() to leave the update out",
             )
-        if self._uncleared and window.form is None:
+        if window.form is None:
             self._left_over = {stepper for stepper in self._uncleared if _has_gradients(stepper)}
         if self._number == len(self._totals):
             self._totals.append(Totals(self._run.control, device=self._run.device))
@@ -229,12 +229,8 @@ class Updates:
         return True
 
     def _is_last_backward(self, window: Window) -> bool:
-        """Whether this backward ends the update, as far as one can know: then the ranks agree while it runs.
-
-        With several models ranks agree afterwards, when it is known which of them it has reached.
-        """
-        is_usual = self._backwards == self._usual_backwards == 1 and not self._was_unsynced
-        return is_usual and window.is_complete and len(self.engines) == 1
+        """Whether this backward ends the update, as far as one can know: then the ranks agree while it runs."""
+        return self._backwards == self._usual_backwards == 1 and not self._was_unsynced and window.is_complete
 
     def _place(self) -> tuple[float, ...]:
         """Return what must be the same on all ranks besides the window: learning rates that the host knows."""

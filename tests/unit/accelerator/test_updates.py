@@ -594,6 +594,22 @@ def test_gradients_left_over_are_refused_where_they_would_be_scaled() -> None:
     assert model.weight.item() == -1.0
 
 
+def test_gradients_left_over_once_are_forgotten_when_they_are_cleared() -> None:
+    accelerator = Accelerator(cpu=True)
+    model, optimizer = trained(accelerator)
+    weights = []
+    for number in range(4):
+        with accelerator.accumulate(model):
+            # One item on one process: nothing is left to scale, so gradients that were not cleared add up as in torch.
+            accelerator.backward(model(one()).sum(), num_items=1)
+            optimizer.step()
+            if number != 0:
+                optimizer.zero_grad()
+        weights.append(model.weight.item())
+        accelerator.gradient_accumulation_steps = 1 if number < 1 else 2
+    assert weights == [-1.0, -3.0, -3.0, -4.0]
+
+
 def test_gathered_evaluation_is_whole_inside_the_training_loop() -> None:
     accelerator = Accelerator(cpu=True)
     batches = accelerator.prepare(loader([0.0, 1.0, 2.0], batch_size=2))
