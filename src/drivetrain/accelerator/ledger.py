@@ -153,6 +153,9 @@ class Ledger:
     def backward(self, loss: Tensor, *, num_items: float | None, retain_graph: bool) -> None:
         """Run a backward pass for the models that it belongs to; those of other scopes keep the gradients they have."""
         updates = self.current()
+        if len(self._tuples) < 2:
+            updates.backward(loss, num_items=num_items, retain_graph=retain_graph)
+            return
         with contextlib.ExitStack() as stack:
             for other in self._tuples:
                 if other is not updates and not other.is_open:

@@ -201,10 +201,10 @@ def run_backward(loss: Tensor, engines: Sequence[Engine], *, retain_graph: bool)
 
     Whichever way it comes to the only model there is, it is for that; of several, the gradients show which.
     """
-    local = [engine for engine in engines if isinstance(engine, LocalEngine)]
-    if len(local) < 2:
+    if len(engines) == 1:
         loss.backward(retain_graph=retain_graph)
-        return local
+        return engines
+    local = [engine for engine in engines if isinstance(engine, LocalEngine)]
     before = [engine.gradient_marks() for engine in local]
     loss.backward(retain_graph=retain_graph)
     return [engine for engine, marks in zip(local, before, strict=True) if engine.gradient_marks() != marks]
