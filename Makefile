@@ -33,7 +33,7 @@ check: $(VENV)/installed-test
 	$(call tests_in,tests/unit,180)
 
 ranks: $(VENV)/installed-test
-	$(call tests_in,tests/ranks,360)
+	$(call tests_in,tests/ranks,450)
 
 e2e: $(VENV)/installed-test
 	$(call tests_in,tests/e2e,300)

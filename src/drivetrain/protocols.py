@@ -7,7 +7,7 @@ strategy keeps them; the facade only asks for them to be reduced, scaled, measur
     engine.begin(sync)          forwards, then strategy.backward(loss), as often as a scope has losses
     engine.synchronize()        now gradients are those of all ranks, divided by `strategy.divisor`
     stepper.unscale(scaler)     only with a loss scaler
-    strategy.clip_grad_norm / clip_grad_value / scale_gradients
+    engine.scale_gradients, strategy.clip_grad_norm / clip_grad_value
     stepper.step()
 """
 

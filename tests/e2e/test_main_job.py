@@ -48,27 +48,28 @@ def bits_per_byte(printed: str) -> list[float]:
     return [float(value) for value in re.findall(r"(?:before|epoch \d+) ([\d.]+)", line)]
 
 
-@pytest.mark.deadline(180)
+@pytest.mark.deadline(400)
 def test_short_run_when_started_in_three_ways_gives_one_loss(tmp_path: Path) -> None:
     short = ("--epochs", "1", "--train_rows", "325", "--heldout_rows", "51")
     printed = {
-        command: run(command, *short, folder=tmp_path / str(number), timeout=60)
+        command: run(command, *short, folder=tmp_path / str(number), timeout=120)
         for number, command in enumerate((PYTHON, LAUNCH, TORCHRUN))
     }
     losses = [final_loss(text) for text in printed.values()]
     assert losses == pytest.approx([losses[0]] * 3, abs=1e-4)
     heldout = [bits_per_byte(text) for text in printed.values()]
     for values in heldout:
-        assert values == pytest.approx(heldout[0], abs=2e-3)
+        assert values == pytest.approx(heldout[0], abs=2e-3)  # printed with three digits
     weights = [load_file(tmp_path / str(number) / "model.safetensors") for number in range(3)]
     for name, value in weights[0].items():
         for other in weights[1:]:
+            # Ten updates of AdamW, which magnifies rounding where gradients are near zero.
             assert (other[name] - value).norm() <= 1e-4 * value.norm(), name
 
 
-@pytest.mark.deadline(240)
+@pytest.mark.deadline(300)
 def test_main_job_learns_on_two_ranks(tmp_path: Path) -> None:
-    printed = run(LAUNCH, folder=tmp_path, timeout=200)
+    printed = run(LAUNCH, folder=tmp_path, timeout=280)
     before, first, *_, last = bits_per_byte(printed)
     assert before > 7.5  # a byte has 8 bits; nothing is known before training
     assert last < 0.75 * first

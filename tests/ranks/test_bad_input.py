@@ -419,3 +419,22 @@ def test_difference_between_ranks_or_with_the_rule_is_an_error_on_every_rank(
     for rank in raised:
         assert raised[rank][0] == kind
         assert message in raised[rank][1]
+
+
+def clip_on_one_rank(parts: Parts) -> None:
+    parts.accelerator.gradient_accumulation_steps = 1
+    for _ in range(3):
+        with parts.accelerator.accumulate(parts.model):
+            parts.accelerator.backward(10 * parts.model(torch.ones(1)).sum())
+            if parts.rank == 0:
+                parts.accelerator.clip_grad_norm_(parts.model.parameters(), 1.0)
+            parts.optimizer.step()
+            parts.optimizer.zero_grad()
+
+
+@two_ranks
+def test_clipping_on_one_rank_is_found_in_the_next_update(topology: Topology) -> None:
+    raised = failures(make, clip_on_one_rank, topology.settings)
+    for rank in (0, 1):
+        assert raised[rank][0] == "RankMismatchError"
+        assert "clippings before this update: 1 on rank 0, 0 on rank 1" in raised[rank][1]

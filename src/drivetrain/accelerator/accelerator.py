@@ -243,6 +243,9 @@ class Accelerator:
         if isinstance(loader, PreparedLoader):
             check_owner(loader, self)
             return loader
+        for known in self._loaders:
+            if known.loader is loader:
+                return known
         context = LoaderContext(
             device=self.device,
             control=self._ranks.control,
@@ -250,7 +253,7 @@ class Accelerator:
             seed=self.config.seed,
             even_batches=self.config.even_batches,
         )
-        prepared = PreparedLoader(loader, context, owner=self, number=len(self._loaders))
+        prepared = PreparedLoader(loader, context, owner=self)
         self._loaders.append(prepared)
         return prepared
 
@@ -376,7 +379,7 @@ class Accelerator:
         finished = self._finish(chosen)
         if finished is not None:
             updates, engines = finished
-            updates.scale(engines)
+            updates.clip_grad_value(engines)
             self._strategy.clip_grad_value(chosen, clip_value=float(clip_value))
 
     def unscale_gradients(self, optimizer: PreparedOptimizer | Iterable[PreparedOptimizer] | None = None) -> None:
@@ -443,8 +446,9 @@ class Accelerator:
             use_gather_object: take tensors for objects too.
         """
         iteration = self._drivers.innermost()
-        # A filler has one row: values of more rows are not of this batch, but of an evaluation before it, say.
-        has_rows = iteration is None or not iteration.is_filler or num_rows(values) > 1
+        # A filler has one row: more rows in a batch of the training are those of an evaluation that is over.
+        is_over = iteration is not None and iteration.is_training and num_rows(values) > 1
+        has_rows = iteration is None or not iteration.is_filler or is_over
         if use_gather_object or next(tensors_in(values), None) is None:
             return self._collectives.gather_object(values, contributes=has_rows)
         return self._collectives.gather(values, contributes=has_rows)
@@ -474,7 +478,7 @@ class Accelerator:
 
     def __getattr__(self, name: str) -> Any:
         if hasattr(type(self), name):
-            raise AttributeError(f"accelerator.{name} is not available yet in this state")
+            return object.__getattribute__(self, name)  # raises what the property raised
         raise AttributeError(explain(name, members=dir(type(self))))
 
     def __exit__(

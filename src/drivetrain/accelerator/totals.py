@@ -28,6 +28,7 @@ _PLACE = (
     "losses since the last step",
     "models that the losses reach, a bit for each",
     "sum of the learning rates",
+    "clippings before this update",
 )
 
 

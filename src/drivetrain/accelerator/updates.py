@@ -121,6 +121,7 @@ class Updates:
         self._phase = _Phase()
         self._totals: list[Totals] = []
         self._number = 0
+        self._num_clips = 0
         self._is_phase_over = False
         self._uncleared: set[Stepper] = set()
         self._left_over: set[Stepper] = set()
@@ -233,11 +234,11 @@ class Updates:
         return self._backwards == self._usual_backwards == 1 and not self._was_unsynced and window.is_complete
 
     def _place(self) -> tuple[float, ...]:
-        """Return what must be the same on all ranks besides the window: learning rates that the host knows."""
+        """Return what must be alike on all ranks besides the window: learning rates that the host knows, clippings."""
         if self._run.control.world_size == 1:
             return ()
         rates = [group["lr"] for stepper in self._known for group in stepper.optimizer.param_groups if "lr" in group]
-        return (sum(rate for rate in rates if not isinstance(rate, Tensor)),)
+        return sum(rate for rate in rates if not isinstance(rate, Tensor)), self._num_clips
 
     def _check_implicit(self) -> None:
         size = self._run.window_size(self._run.drivers.current())
@@ -283,7 +284,13 @@ class Updates:
             parameters, max_norm=max_norm, norm_type=norm_type, factor=factor
         )
         phase.clipped = chosen if norm_type == 2.0 else set()
+        self._num_clips += 1
         return phase.norm
+
+    def clip_grad_value(self, engines: Iterable[Engine]) -> None:
+        """Make the gradients of these models ready to be clamped."""
+        self.scale(engines)
+        self._num_clips += 1
 
     def step(self, stepper: Stepper, engines: Sequence[Engine]) -> bool | Tensor | None:
         """Apply an optimizer's gradients; collective at the end of a window.
@@ -296,10 +303,10 @@ class Updates:
         """
         self._learn()
         self._is_phase_over = True
-        self._known[stepper] = None
         if stepper in self._phase.steppers or not self.finish(engines):
             self._check_source(stepper)
             return None
+        self._known[stepper] = None
         phase = self._phase
         if phase.factor != 1.0 and stepper in self._left_over:
             raise TrainingStepError(

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from drivetrain.errors import RankMismatchError, TopologyError
 
-NUM_VALUES = 10
+NUM_VALUES = 11
 _HEAD = 2  # the call, and how far the rank is
 
 Rows = list[list[float]]
@@ -74,7 +74,7 @@ class Control:
         """Begin to show this rank's place and values to all ranks; collective.
 
         Args:
-            values: at most ten numbers of this rank.
+            values: at most eleven numbers of this rank.
             tensor: one more, 0-d and on the CPU; the sum over ranks is the agreement's `tensor`, and nothing reads it.
         """
         if self.group is not None and not dist.is_initialized():
@@ -128,7 +128,7 @@ class Agreement:
         return self._matrix[:, -1].sum()
 
     def wait(self, *, seconds: float | None = None) -> Rows:
-        """Return every rank's ten values, a row each.
+        """Return every rank's eleven values, a row each.
 
         Args:
             seconds: how long to wait for the other ranks; None for the time-out of the group.

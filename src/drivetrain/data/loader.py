@@ -48,17 +48,16 @@ class PreparedLoader:
 
     Attributes:
         owner: the accelerator that prepared it.
+        loader: the one that was given to `prepare`.
     """
 
-    def __init__(self, loader: DataLoader[Any], context: LoaderContext, *, owner: object, number: int) -> None:
+    def __init__(self, loader: DataLoader[Any], context: LoaderContext, *, owner: object) -> None:
         sampler = _sampler_of(loader)
         self.owner = owner
-        self._loader = loader
+        self.loader = loader
         self._context = context
         self._epoch = 0
-        self._shares, seed = _agree_on_shares(loader, sampler, context)
-        # Loaders that are read side by side must not pair the same rows in every epoch.
-        self._seed = derive(seed, number) if number else seed
+        self._shares, self._seed = _agree_on_shares(loader, sampler, context)
         self._order = _order_of(sampler, self._shares.length, seed=self._seed, control=context.control)
         self._batches = _RankBatches(self._shares, rank=context.control.rank, keeps_even=context.even_batches)
         options = {name: getattr(loader, name) for name in _KEPT_OPTIONS if hasattr(loader, name)}
@@ -105,7 +104,7 @@ class PreparedLoader:
         return _Pass(self._inner, self._shares, self._context, epoch=epoch)
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(object.__getattribute__(self, "_loader"), name)
+        return getattr(object.__getattribute__(self, "loader"), name)
 
 
 class _Pass:

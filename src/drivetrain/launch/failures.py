@@ -27,6 +27,7 @@ _LOST_PEER = re.compile(
     r"|remote process exited|communicator was aborted|connectfullmesh failed|failed to (recv|send)",
     re.IGNORECASE,
 )
+_LEAVING_NS = 1_000_000_000  # from closing a process group to the end of the process
 _TRANSPORT = re.compile(r"gloo|nccl|c10d|tcpstore|torch\.distributed", re.IGNORECASE)
 _SOURCE_FILE = re.compile(r"^\[\S+\.(cc|cpp|h):\d+\] ")  # gloo's own, in front of its messages
 _INSTALLED = re.compile(r"site-packages|dist-packages|/lib/python3|^<frozen")
@@ -145,9 +146,9 @@ def read_record(path: str) -> Record | None:
 def first_failure(endings: Sequence[Ending]) -> Ending | None:
     """Return the ending that made the others fail, or None when all ranks ended well.
 
-    The earliest failure that is not the echo of a lost peer. When all are echoes, a rank that had ended with exit code
-    0 before them left the others alone in a collective, and is the cause; without one, the earliest echo is returned
-    (the peer was on another machine).
+    The earliest failure that is not the echo of a lost peer. When all are echoes, a rank that ended with exit code 0
+    left the others alone in a collective, and is the cause: it closes its connections before it ends, so it may be seen
+    to end a moment after the echo. Without one, the earliest echo is returned (the peer was on another machine).
     """
     failures = sorted((ending for ending in endings if ending.failed), key=lambda ending: ending.failed_ns)
     for ending in failures:
@@ -155,7 +156,8 @@ def first_failure(endings: Sequence[Ending]) -> Ending | None:
             return ending
     if not failures:
         return None
-    deserters = [e for e in endings if e.exit_code == 0 and e.ended_ns <= failures[0].ended_ns]
+    latest_ns = failures[0].failed_ns + _LEAVING_NS
+    deserters = [ending for ending in endings if ending.exit_code == 0 and ending.ended_ns <= latest_ns]
     return min(deserters, key=lambda ending: ending.ended_ns, default=failures[0])
 
 

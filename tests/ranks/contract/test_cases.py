@@ -141,13 +141,16 @@ def test_loaders_of_unlike_length_are_refused_by_name(topology: Topology) -> Non
 
 
 @pytest.mark.parametrize("topology", topologies(2), ids=str)
-def test_loops_of_unlike_length_end_with_an_error_that_says_who_is_where(topology: Topology) -> None:
+@pytest.mark.parametrize(("short", "long"), [(0, 2), (1, 3), (2, 3), (3, 5)])
+def test_loops_of_unlike_length_end_with_an_error_that_says_who_is_where(
+    topology: Topology, short: int, long: int
+) -> None:
     with pytest.raises(ranks.RanksFailed) as failed:
-        ranks.run(train_on_own_rows, topology.settings, [3, 5], is_prepared=False, ranks=2, timeout=10)
+        ranks.run(train_on_own_rows, topology.settings, [short, long], is_prepared=False, ranks=2, timeout=10)
     kind, message = failed.value.exceptions[1]
     assert kind == "RankMismatchError"
-    assert "rank 0: the end of the run after update 3" in message
-    assert "rank 1: update 4" in message
+    assert f"rank 0: the end of the run after update {short}" in message
+    assert f"rank 1: update {short + 1}" in message
 
 
 def gathered_over_own_rows(settings: dict[str, Any], rows_by_rank: list[int]) -> None:

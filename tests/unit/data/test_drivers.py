@@ -28,7 +28,7 @@ def prepared(drivers: Drivers, *, length: int = 3, batch_size: int = 1) -> Prepa
         even_batches=True,
     )
     data: Any = torch.arange(length)
-    return PreparedLoader(DataLoader(data, batch_size=batch_size), context, owner=None, number=0)
+    return PreparedLoader(DataLoader(data, batch_size=batch_size), context, owner=None)
 
 
 def driven_by(drivers: Drivers, **passes: Any) -> str | None:

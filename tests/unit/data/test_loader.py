@@ -106,7 +106,7 @@ def prepare(loader: DataLoader[Any], *, seed: int | None = 0) -> PreparedLoader:
         seed=seed,
         even_batches=True,
     )
-    return PreparedLoader(loader, context, owner=None, number=0)
+    return PreparedLoader(loader, context, owner=None)
 
 
 def rows_of(loader: PreparedLoader) -> list[int]:

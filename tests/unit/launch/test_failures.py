@@ -59,7 +59,9 @@ def echo(rank: int, ns: int) -> Ending:
         # Left early with exit code 0.
         ([echo(0, 20), ending(1, 10, 0), echo(2, 21)], 1),
         # Ended well after the others had failed: not to blame; the earliest echo is all there is.
-        ([echo(0, 20), ending(1, 90, 0), echo(2, 15)], 2),
+        ([echo(0, 20), ending(1, 9_000_000_000, 0), echo(2, 15)], 2),
+        # Closed its connections, and was seen to end a moment after the echoes.
+        ([echo(0, 20), ending(1, 90, 0), echo(2, 15)], 1),
         ([echo(0, 20), ending(1, 30, None)], 0),
     ],
 )

@@ -72,6 +72,7 @@ class DDPEngine(LocalEngine):
         self.prepared = self._ddp
         self._is_dirty = False
         self._has_own = False
+        self._has_rebuilt = False
         self._trained = [value for value in module.named_parameters() if value[1].requires_grad]
         self._frozen = [value for value in module.named_parameters() if not value[1].requires_grad]
 
@@ -86,6 +87,7 @@ class DDPEngine(LocalEngine):
             self._ddp.is_armed = False
             self._check_all_parameters_used()
             self._is_dirty = False
+            self._rebuild_buckets()
         else:
             self._is_dirty = True
 
@@ -135,6 +137,16 @@ class DDPEngine(LocalEngine):
         # As DDP does at the end of a forward: from here the reducer waits for every parameter's gradient.
         self._ddp.reducer.prepare_for_backward([nothing] if looks_for_unused else [])
         nothing.backward()
+        self._rebuild_buckets()
+
+    def _rebuild_buckets(self) -> None:
+        """Lay out DDP's buckets anew after the first reduction, when all ranks are here.
+
+        DDP would do it in the next forward, where a rank that another has left waits without knowing where that is.
+        """
+        if not self._has_rebuilt:
+            self._has_rebuilt = True
+            self._ddp.reducer._rebuild_buckets()
 
     def trainable(self) -> list[nn.Parameter]:
         """Return the parameters that DDP reduces."""
