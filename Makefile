@@ -36,7 +36,7 @@ ranks: $(VENV)/installed-test
 	$(call tests_in,tests/ranks,450)
 
 e2e: $(VENV)/installed-test
-	$(call tests_in,tests/e2e,300)
+	$(call tests_in,tests/e2e,400)
 
 docs: $(VENV)/installed-test
 	$(call tests_in,tests/docs,180)
