@@ -79,70 +79,59 @@ class Window:
         divisor: what the engine divides the sum over ranks by.
         rows_ahead: rows over all ranks and scopes of this window; None where unknown.
         reference: the power of two to divide by where the total is unknown.
+
+    Attributes:
+        base: what the losses of this window are divided by, up to weight and divisor.
+        form: means or sums; None before the first backward.
+        items: the sum of the weights so far.
+        scopes: how many have been entered.
+        is_complete: whether the scope that is open, or was closed last, ends the window.
+        loss_weight: what a loss of the open scope counts for in the sum of all: its weight for a mean, 1 for a sum.
     """
 
+    # Read and written several times per step: plain slots, and no call where there is nothing to work out.
     __slots__ = (
-        "_base",
         "_batch",
         "_divisor",
-        "_form",
-        "_items",
         "_ranks",
         "_rows_ahead",
-        "_size",
         "_weight",
+        "base",
+        "form",
+        "is_complete",
+        "items",
+        "loss_weight",
         "scopes",
+        "size",
     )
 
     def __init__(
         self, *, size: int, ranks: int, divisor: int, rows_ahead: int | None = None, reference: float = 1.0
     ) -> None:
-        self._size = size
+        self.size = size
         self._ranks = ranks
         self._divisor = divisor
         self._rows_ahead = rows_ahead
-        self._base = reference * divisor
-        self._form: Form | None = None
-        self._batch: Batch | None = None
-        self._items = 0.0
-        self._weight: float | None = None
+        self.base = reference * divisor
+        self.form: Form | None = None
+        self.items = 0.0
         self.scopes = 0
-
-    @property
-    def base(self) -> float:
-        """The number that the losses of this window are divided by, up to weight and divisor."""
-        return self._base
-
-    @property
-    def form(self) -> Form | None:
-        """Means or sums; None before the first backward that contributes."""
-        return self._form
+        self.is_complete = False
+        self.loss_weight = 1.0
+        self._batch: Batch | None = None
+        self._weight: float | None = None
 
     @property
     def epoch(self) -> int:
         """Which pass over the data the last scope was trained on; 0 where no prepared loader drives."""
         return 0 if self._batch is None else self._batch.epoch
 
-    @property
-    def loss_weight(self) -> float:
-        """What a loss of the open scope counts for in the sum of all losses: its weight for a mean, 1 for a sum."""
-        return self._weight if self._form is Form.MEAN and self._weight is not None else 1.0
-
-    @property
-    def size(self) -> int:
-        """Scopes that were asked for."""
-        return self._size
-
-    @property
-    def is_complete(self) -> bool:
-        """Whether the scope that is open, or was closed last, ends the window."""
-        return self.scopes >= self._size or (self._batch is not None and self._batch.is_last)
-
     def enter(self, batch: Batch | None) -> None:
         """Open the next scope, trained on `batch`; None where no prepared loader drives it."""
         self.scopes += 1
         self._batch = batch
         self._weight = None
+        self.is_complete = self.scopes >= self.size or (batch is not None and batch.is_last)
 
     def weigh(self, num_items: float | None) -> float | None:
         """Return what a loss of the open scope is to be divided by before its backward; None for a filler.
@@ -153,51 +142,43 @@ class Window:
         Raises:
             TrainingStepError: means and sums in one window, or another `num_items` than before in this scope.
         """
-        if self._batch is not None and self._batch.rows == 0:
-            self._settle(Form.MEAN if num_items is None else Form.SUM, weight=0.0)
-            return None
-        if num_items is not None:
-            num_items = _checked(num_items)
+        rows = 1 if self._batch is None else self._batch.rows
         form = Form.MEAN if num_items is None else Form.SUM
-        weight = float(self._rows if num_items is None else num_items)
-        self._settle(form, weight=weight)
-        return self._base / self._divisor if form is Form.SUM else self._base / (weight * self._divisor)
-
-    def tally(self) -> Tally:
-        """Return what this rank has put in so far."""
-        return Tally(items=self._items, means=int(self._form is Form.MEAN), sums=int(self._form is Form.SUM))
-
-    def factor(self, total_items: float) -> float:
-        """Return what the accumulated, reduced gradient is to be multiplied by; `total_items` is over all ranks."""
-        return self._base / total_items
-
-    @property
-    def _rows(self) -> int:
-        return 1 if self._batch is None else self._batch.rows
-
-    def _settle(self, form: Form, *, weight: float) -> None:
-        if self._form is None:
-            self._form = form
-            self._base = self._known_total(form, weight) or self._base
-        if form is not self._form:
+        weight = 0.0 if rows == 0 else float(rows) if num_items is None else _checked(num_items)
+        if self.form is None:
+            self.form = form
+            self.base = self._known_total(form, weight) or self.base
+        if form is not self.form:
             raise TrainingStepError(
-                f"backward() was given a {form} in a window whose losses are {self._form}s",
+                f"backward() was given a {form} in a window whose losses are {self.form}s",
                 hint="give `num_items` in every backward of a window, or in none",
             )
         if self._weight is None:
             self._weight = weight
-            self._items += weight
+            self.items += weight
         elif form is Form.SUM and weight != self._weight:
             raise TrainingStepError(
                 f"num_items={weight:g} after num_items={self._weight:g} in one scope",
                 hint="losses of one scope add up and are over the same items; open another scope for other items",
             )
+        self.loss_weight = 1.0 if form is Form.SUM else weight
+        if rows == 0:
+            return None
+        return self.base / self._divisor if form is Form.SUM else self.base / (weight * self._divisor)
+
+    def tally(self) -> Tally:
+        """Return what this rank has put in so far."""
+        return Tally(items=self.items, means=int(self.form is Form.MEAN), sums=int(self.form is Form.SUM))
+
+    def factor(self, total_items: float) -> float:
+        """Return what the accumulated, reduced gradient is to be multiplied by; `total_items` is over all ranks."""
+        return self.base / total_items
 
     def _known_total(self, form: Form, weight: float) -> float | None:
         if form is Form.SUM:
-            return weight if self._ranks == 1 and self._size == 1 else None
+            return weight if self._ranks == 1 and self.size == 1 else None
         if self._batch is None:
-            return float(self._size * self._ranks)
+            return float(self.size * self._ranks)
         return self._rows_ahead
 
 

@@ -23,13 +23,13 @@ from drivetrain.accelerator.export import write_weights
 from drivetrain.accelerator.kinds import (
     Kind,
     check_limit,
-    check_loss,
     check_model,
     check_owner,
     compare_models,
     kind_of,
+    loss_from,
 )
-from drivetrain.accelerator.ledger import Ledger
+from drivetrain.accelerator.ledger import Ledger, Scope
 from drivetrain.accelerator.missing import explain
 from drivetrain.accelerator.optimizer import PreparedOptimizer, PreparedScheduler
 from drivetrain.accelerator.start import say_batch, start
@@ -309,7 +309,7 @@ class Accelerator:
 
         A window of `gradient_accumulation_steps` scopes makes one update; the last batch of an epoch ends it before.
         """
-        return Scope(self._ledger, self._ledger.scope_of(models))
+        return self._ledger.scope_of(models)
 
     def backward(self, loss: Tensor, *, num_items: float | None = None, retain_graph: bool = False) -> None:
         """Run the backward pass of a loss, weighted such that the update is the mean over all its items.
@@ -325,9 +325,8 @@ class Accelerator:
         Raises:
             TrainingStepError: sums and means in one window, or a call outside the scope that it belongs to.
         """
-        check_loss(loss)
-        if loss.dim():
-            loss = loss.reshape(())
+        if not (isinstance(loss, Tensor) and loss.requires_grad) or loss.dim():
+            loss = loss_from(loss)
         self._ledger.backward(loss, num_items=num_items, retain_graph=retain_graph)
 
     @contextlib.contextmanager
@@ -416,7 +415,7 @@ class Accelerator:
     @property
     def last_update(self) -> Update | None:
         """The update that was made last; None before the first."""
-        return None if self._run.report is None else self._run.report()
+        return None if self._run.last is None else Update(*self._run.last)
 
     @property
     def num_skipped_steps(self) -> int | Tensor:
@@ -445,7 +444,7 @@ class Accelerator:
             values: nested containers of tensors, or, without any tensor, a list of objects; per row of the batch.
             use_gather_object: take tensors for objects too.
         """
-        iteration = self._drivers.innermost()
+        iteration = self._drivers.current(trains=False)
         # A filler has one row: more rows in a batch of the training are those of an evaluation that is over.
         is_over = iteration is not None and iteration.is_training and num_rows(values) > 1
         has_rows = iteration is None or not iteration.is_filler or is_over
@@ -515,22 +514,6 @@ class Accelerator:
             if not set(optimizer.engines).isdisjoint(engines):
                 updates.unscale(optimizer.stepper)
         return updates, engines
-
-
-class Scope:
-    """The context that `accumulate` returns."""
-
-    __slots__ = ("_ledger", "_updates")
-
-    def __init__(self, ledger: Ledger, updates: Updates) -> None:
-        self._ledger = ledger
-        self._updates = updates
-
-    def __enter__(self) -> None:
-        self._ledger.enter(self._updates)
-
-    def __exit__(self, *_: object) -> None:
-        self._ledger.leave(self._updates)
 
 
 def _close_at_exit(ranks: Ranks) -> None:

@@ -73,25 +73,26 @@ def check_model(model: nn.Module) -> None:
         )
 
 
-def check_loss(loss: object) -> None:
-    """Refuse what has no gradient, before any rank waits for it.
+def loss_from(value: object) -> Tensor:
+    """Return a loss as a 0-d tensor, refusing what has no gradient, before any rank waits for it.
 
     Raises:
         TrainingStepError: it is no tensor of one element, or depends on no parameter.
     """
-    if not isinstance(loss, Tensor):
-        hint = "pass its `loss`" if hasattr(loss, "loss") else "pass a tensor of one element"
-        raise TrainingStepError(f"backward() takes a loss, and was given {_described(loss)}", hint=hint)
-    if loss.numel() != 1:
+    if not isinstance(value, Tensor):
+        hint = "pass its `loss`" if hasattr(value, "loss") else "pass a tensor of one element"
+        raise TrainingStepError(f"backward() takes a loss, and was given {_described(value)}", hint=hint)
+    if value.numel() != 1:
         raise TrainingStepError(
-            f"backward() takes a loss of one element, and was given a tensor of shape {tuple(loss.shape)}",
+            f"backward() takes a loss of one element, and was given a tensor of shape {tuple(value.shape)}",
             hint="take its mean, or its sum with `num_items`",
         )
-    if not loss.requires_grad:
+    if not value.requires_grad:
         raise TrainingStepError(
             "the loss given to backward() depends on no parameter that is trained",
             hint="compute it from the model's output, outside torch.no_grad()",
         )
+    return value.reshape(())
 
 
 def check_limit(limit: object) -> None:

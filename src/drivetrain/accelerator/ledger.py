@@ -30,7 +30,7 @@ class Ledger:
     which everything between two steps is one scope.
 
     Attributes:
-        version: changes when models change their tuple, or one is added.
+        version: changes when models change their tuple, or a model or an optimizer is added.
         scaler: the loss scaler of the first tuple of models; None where losses are not scaled.
         latest: the updates whose scope was opened, or whose backward ran, last.
     """
@@ -43,7 +43,7 @@ class Ledger:
         self._by_parameter: dict[int, Engine] = {}
         self._implicit = Updates((), run, scaler=self.scaler, is_implicit=True)
         self._updates: dict[Engine, Updates] = {}
-        self._by_key: dict[tuple[int, ...], Updates] = {}
+        self._scopes: dict[tuple[int, ...], Scope] = {}
         self._tuples: list[Updates] = []
         self._open: list[Updates] = []
         self._optimizers: list[SteppedModels] = []
@@ -80,10 +80,12 @@ class Ledger:
             self._by_parameter[id(parameter)] = engine
         engine.begin(sync=False)
         self._updates[engine] = self._implicit
+        self._scopes.pop((), None)  # it was of all models, and of fewer
         self._implicit.engines.append(engine)
 
     def add_optimizer(self, optimizer: SteppedModels) -> None:
         """Enter a prepared optimizer; its models may be prepared later."""
+        self.version += 1
         self._optimizers.append(optimizer)
 
     def num_optimizers(self, updates: Updates) -> int:
@@ -133,11 +135,10 @@ class Ledger:
             )
         return next(iter(found))
 
-    def scope_of(self, models: Sequence[object]) -> Updates:
-        """Return the updates of the models that `accumulate` names; of all models when it names none."""
-        key = tuple(map(id, models or self._updates))
-        updates = self._by_key.get(key)
-        return updates if updates is not None else self._new_scope(key, models)
+    def scope_of(self, models: Sequence[object]) -> Scope:
+        """Return the scope of the models that `accumulate` names; of all models when it names none."""
+        scope = self._scopes.get(tuple(map(id, models)))
+        return scope if scope is not None else self._new_scope(models)
 
     def enter(self, updates: Updates) -> None:
         """Open a scope."""
@@ -152,7 +153,7 @@ class Ledger:
 
     def backward(self, loss: Tensor, *, num_items: float | None, retain_graph: bool) -> None:
         """Run a backward pass for the models that it belongs to; those of other scopes keep the gradients they have."""
-        updates = self.current()
+        updates = self._open[-1] if self._open else self._outside_scopes()
         if len(self._tuples) < 2:
             updates.backward(loss, num_items=num_items, retain_graph=retain_graph)
             return
@@ -163,14 +164,12 @@ class Ledger:
                         stack.enter_context(engine.keep_gradients())
             updates.backward(loss, num_items=num_items, retain_graph=retain_graph)
 
-    def current(self) -> Updates:
-        """Return the updates that a backward belongs to: those of the innermost open scope, else the implicit ones.
+    def _outside_scopes(self) -> Updates:
+        """Return the implicit updates, which a backward outside all scopes belongs to.
 
         Raises:
-            TrainingStepError: no scope is open, and every model is one that `accumulate` names.
+            TrainingStepError: every model is one that `accumulate` names.
         """
-        if self._open:
-            return self._open[-1]
         if not self._implicit.engines and self._updates:
             raise TrainingStepError(
                 "backward() outside accumulate(), for models that are trained inside it",
@@ -184,8 +183,13 @@ class Ledger:
         for engine in self._updates:
             engine.close()
 
-    def _new_scope(self, key: tuple[int, ...], models: Sequence[object]) -> Updates:
+    def _new_scope(self, models: Sequence[object]) -> Scope:
         engines = list(dict.fromkeys(map(self.engine_of, models))) or self.engines
+        scope = self._scopes[tuple(map(id, models))] = Scope(self, self._updates_named(engines))
+        return scope
+
+    def _updates_named(self, engines: list[Engine]) -> Updates:
+        """Return the updates of the models that one scope is for, which leave the implicit ones with it."""
         known = {self._updates[engine] for engine in engines} - {self._implicit}
         for updates in known:
             if set(updates.engines) != set(engines):
@@ -193,7 +197,6 @@ class Ledger:
                     "accumulate() names a model that it named before together with others",
                     hint="name the same models together each time; a model stands in one tuple only",
                 )
-            self._by_key[key] = updates
             return updates
         self.version += 1
         # The first tuple takes the scaler that the accelerator shows; what is left outside gets another one.
@@ -204,5 +207,20 @@ class Ledger:
             self._implicit.engines.remove(engine)
             self._updates[engine] = updates
             engine.begin(sync=False)
-        self._by_key[key] = updates
         return updates
+
+
+class Scope:
+    """The context that `accumulate` returns."""
+
+    __slots__ = ("_ledger", "_updates")
+
+    def __init__(self, ledger: Ledger, updates: Updates) -> None:
+        self._ledger = ledger
+        self._updates = updates
+
+    def __enter__(self) -> None:
+        self._ledger.enter(self._updates)
+
+    def __exit__(self, *_: object) -> None:
+        self._ledger.leave(self._updates)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,6 +16,20 @@ from drivetrain.accelerator.ledger import Ledger
 from drivetrain.accelerator.updates import Updates
 from drivetrain.errors import PrepareError, TrainingStepError
 from drivetrain.protocols import Engine, Stepper
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Standing:
+    """Where an optimizer stands among models and other optimizers, as of a version of the ledger.
+
+    Args:
+        is_alone: whether no other optimizer steps its models.
+    """
+
+    version: int
+    updates: Updates
+    engines: list[Engine]
+    is_alone: bool
 
 
 class PreparedOptimizer(Optimizer):
@@ -34,7 +49,7 @@ class PreparedOptimizer(Optimizer):
         self.stepper = stepper
         self._ledger = ledger
         self._engines: list[Engine] | None = None
-        self._updates: tuple[int, Updates] | None = None
+        self._standing: _Standing | None = None
         self._skipped: bool | Tensor = False
 
     @property
@@ -86,9 +101,16 @@ class PreparedOptimizer(Optimizer):
     @property
     def updates(self) -> Updates:
         """The updates that its models are in."""
-        if self._updates is None or self._updates[0] != self._ledger.version:
-            self._updates = self._ledger.version, self._ledger.updates_of(self.engines)
-        return self._updates[1]
+        return self._stand().updates
+
+    def _stand(self) -> _Standing:
+        standing, version = self._standing, self._ledger.version
+        if standing is None or standing.version != version:
+            updates = self._ledger.updates_of(self.engines)
+            is_alone = self._ledger.num_optimizers(updates) == 1
+            standing = _Standing(version=version, updates=updates, engines=self.engines, is_alone=is_alone)
+            self._standing = standing
+        return standing
 
     @property
     def step_was_skipped(self) -> bool | Tensor:
@@ -107,13 +129,14 @@ class PreparedOptimizer(Optimizer):
                 "optimizer.step(closure) evaluates the loss several times per update, which is not supported",
                 hint="call backward() yourself and step() without a closure",
             )
-        skipped = self.updates.step(self.stepper, self.engines)
+        standing = self._stand()
+        skipped = standing.updates.step(self.stepper, standing.engines)
         self._skipped = False if skipped is None else skipped
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear gradients, unless a window holds them that is not stepped yet."""
-        is_alone = self._ledger.num_optimizers(self.updates) == 1
-        self.updates.zero_grad(self.stepper, self.engines, set_to_none=set_to_none, is_alone=is_alone)
+        standing = self._stand()
+        standing.updates.zero_grad(self.stepper, standing.engines, set_to_none=set_to_none, is_alone=standing.is_alone)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of the user's optimizer."""
@@ -127,7 +150,7 @@ class PreparedOptimizer(Optimizer):
         """Add a group to the user's optimizer."""
         self.optimizer.add_param_group(param_group)
         self._engines = None
-        self._updates = None
+        self._standing = None
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.__dict__["optimizer"], name)

@@ -39,6 +39,11 @@ class Totals:
         self._control = control
         self._device = device
         self._losses: list[tuple[Tensor, float]] = []
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget all losses."""
+        self._losses.clear()
         self._agreement: Agreement | None = None
         self._device_sum: Tensor | None = None
         self._device_work: dist.Work | None = None
@@ -72,8 +77,7 @@ class Totals:
             RankMismatchError: some ranks gave sums and others means, or ranks are at different places.
         """
         if self._control.world_size == 1:
-            items = window.tally().items
-            return items, self._mean_here(items)
+            return window.items, self._mean_here(window.items)
         if self._agreement is None:
             self._start(Call.UPDATE, window, place)
         items, loss = self._wait()
@@ -107,7 +111,7 @@ class Totals:
         tally_values = tally.items, tally.means, tally.sums
         progress = self.num_backwards, self._reached
         losses = self._sum()
-        self._losses = []
+        self._losses.clear()
         self._told = progress
         on_host = self._device.type == "cpu"
         self._agreement = self._control.start(

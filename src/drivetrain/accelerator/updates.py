@@ -7,13 +7,15 @@ optimizers step. It calls the engines in the order that `protocols.py` gives and
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Literal
 
 import torch
 from torch import Tensor, nn
 
+from drivetrain.accelerator.phase import Phase
 from drivetrain.accelerator.totals import Totals
 from drivetrain.cluster.control import Control
 from drivetrain.data import Drivers
@@ -23,7 +25,7 @@ from drivetrain.protocols import Engine, Stepper, Strategy
 from drivetrain.window import Window, reference_for
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Update:
     """One update, as it was applied. Tensors are 0-d, plain, reduced, and the same on every rank.
 
@@ -52,7 +54,7 @@ class Run:
         window_size: how many scopes make an update, given the pass that drives; asked at the start of a window.
         make_scaler: a new loss scaler; None where losses are not scaled.
         num_skipped: optimizer steps that left the weights as they were.
-        report: returns the update that was made last; None before the first.
+        last: the fields of the update that was made last, for an `Update` when somebody asks; None before the first.
     """
 
     strategy: Strategy
@@ -63,29 +65,7 @@ class Run:
     window_size: Callable[[Iteration | None], int]
     make_scaler: Callable[[], torch.amp.GradScaler | None]
     num_skipped: int | Tensor = 0
-    report: Callable[[], Update] | None = None
-
-
-@dataclass(slots=True)
-class _Phase:
-    """What comes between two steps within a window, and how far it is: one phase for one optimizer, mostly.
-
-    Args:
-        is_agreed: whether ranks have told each other what there is.
-        reduced, scaled: models whose gradients are those of all ranks, and have the factor.
-        clipped: parameters that `norm` is the L2 norm of, by id.
-        steppers: optimizers that have used these gradients.
-    """
-
-    is_agreed: bool = False
-    factor: float = 1.0
-    items: float = 0.0
-    loss: Tensor | None = None
-    norm: Tensor | None = None
-    reduced: set[Engine] = field(default_factory=set)
-    scaled: set[Engine] = field(default_factory=set)
-    clipped: set[int] = field(default_factory=set)
-    steppers: set[Stepper] = field(default_factory=set)
+    last: tuple[int, Tensor | None, float, Tensor | None, bool | Tensor, float | Tensor] | None = None
 
 
 class Updates:
@@ -108,23 +88,23 @@ class Updates:
         self.is_open = False
         self._held = 0
         self._run = run
+        self._is_shared = run.control.world_size > 1
         self._window: Window | None = None
+        self._phases = [self._new_phase()]
+        self._phase = self._phases[0]
+        self._is_phase_over = False
+        self._is_counted = False
+        self._num_clips = 0
         self._known: dict[Stepper, None] = {}
         self._stepped: set[Stepper] = set()
         self._holding: set[Engine] = set()
         self._unscaled: set[Stepper] = set()
+        self._uncleared: set[Stepper] = set()
+        self._left_over: set[Stepper] = set()
         self._backwards = 0
         self._usual_backwards = 0
         self._was_unsynced = False
-        self._is_counted = False
         self._reference = 1.0
-        self._phase = _Phase()
-        self._totals: list[Totals] = []
-        self._number = 0
-        self._num_clips = 0
-        self._is_phase_over = False
-        self._uncleared: set[Stepper] = set()
-        self._left_over: set[Stepper] = set()
 
     @property
     def is_complete(self) -> bool:
@@ -159,19 +139,20 @@ class Updates:
     def leave(self) -> None:
         """Close the scope."""
         self.is_open = False
-        self._learn()
+        if self._backwards:
+            self._learn()
         for engine in self.engines:
             engine.begin(sync=False)
 
     def backward(self, loss: Tensor, *, num_items: float | None, retain_graph: bool) -> None:
         """Run a backward pass of this rank's part of the scope; collective where it reduces gradients."""
-        window, totals = self._begin_backward()
+        window, totals = self._begin_backward(), self._phase.totals
         divisor = window.weigh(num_items)
         is_filler = divisor is None
         totals.add(None if is_filler else loss.detach(), window.loss_weight)
         self._was_unsynced = self._held > 0
         self._backwards += not self._was_unsynced
-        if self._is_last_backward(window):
+        if self._is_shared and self._is_last_backward(window):
             totals.start(window, self._place())
         if divisor is not None and divisor != 1.0:
             loss = loss / divisor
@@ -189,8 +170,8 @@ class Updates:
         if len(self.engines) > 1:
             totals.note_reached(sum(1 << self.engines.index(engine) for engine in reached))
 
-    def _begin_backward(self) -> tuple[Window, Totals]:
-        """Return the window and the phase's totals that a backward counts in."""
+    def _begin_backward(self) -> Window:
+        """Return the window that a backward counts in, with the phase that it counts in as the current one."""
         window = self._window
         if window is None or (self.is_implicit and self._stepped):
             window = self._open_scope()
@@ -201,11 +182,9 @@ class Updates:
                 "backward() after the gradients of this update were clipped or unscaled, and before they were used",
                 hint="before it, call optimizer.step(), or optimizer.zero_grad() to leave the update out",
             )
-        if window.form is None:
+        if window.form is None and (self._uncleared or self._left_over):
             self._left_over = {stepper for stepper in self._uncleared if _has_gradients(stepper)}
-        if self._number == len(self._totals):
-            self._totals.append(Totals(self._run.control, device=self._run.device))
-        return window, self._totals[self._number]
+        return window
 
     def finish(self, engines: Iterable[Engine]) -> bool:
         """Make the gradients of these models final but for loss scale and factor; collective at the end of a window.
@@ -220,13 +199,8 @@ class Updates:
             if self.is_implicit:
                 self._check_implicit()
             # Before anything of the engines': where ranks are at different places, this says so.
-            phase.items, phase.loss = self._totals[self._number].agree(window, self._place())
-            phase.factor = window.factor(phase.items) if phase.items else 1.0
-            phase.is_agreed = True
-        for engine in engines:
-            if engine not in phase.reduced:
-                phase.reduced.add(engine)
-                engine.synchronize()
+            phase.agree(window, self._place() if self._is_shared else ())
+        phase.synchronize(engines)
         return True
 
     def _is_last_backward(self, window: Window) -> bool:
@@ -235,8 +209,6 @@ class Updates:
 
     def _place(self) -> tuple[float, ...]:
         """Return what must be alike on all ranks besides the window: learning rates that the host knows, clippings."""
-        if self._run.control.world_size == 1:
-            return ()
         rates = [group["lr"] for stepper in self._known for group in stepper.optimizer.param_groups if "lr" in group]
         return sum(rate for rate in rates if not isinstance(rate, Tensor)), self._num_clips
 
@@ -261,35 +233,20 @@ class Updates:
 
     def scale(self, engines: Iterable[Engine]) -> None:
         """Apply the factor that is left on the final gradients of these models, once."""
-        phase = self._phase
-        for engine in engines:
-            if engine not in phase.scaled:
-                phase.scaled.add(engine)
-                if phase.factor != 1.0:
-                    engine.scale_gradients(phase.factor)
+        self._phase.scale(engines)
 
     def clip_grad_norm(
         self, parameters: Sequence[nn.Parameter], engines: Sequence[Engine], *, max_norm: float, norm_type: float
     ) -> Tensor:
-        """Clip final gradients; a factor that is left is applied on the way where all of the models are clipped."""
-        phase = self._phase
-        chosen = {id(parameter) for parameter in parameters}
-        if phase.scaled.isdisjoint(engines) and _trained(engines) <= chosen:
-            phase.scaled.update(engines)
-            factor = phase.factor
-        else:
-            self.scale(engines)
-            factor = 1.0
-        phase.norm = self._run.strategy.clip_grad_norm(
-            parameters, max_norm=max_norm, norm_type=norm_type, factor=factor
-        )
-        phase.clipped = chosen if norm_type == 2.0 else set()
+        """Clip final gradients; return the norm before."""
         self._num_clips += 1
-        return phase.norm
+        return self._phase.clip_grad_norm(
+            self._run.strategy, parameters, engines, max_norm=max_norm, norm_type=norm_type
+        )
 
     def clip_grad_value(self, engines: Iterable[Engine]) -> None:
         """Make the gradients of these models ready to be clamped."""
-        self.scale(engines)
+        self._phase.scale(engines)
         self._num_clips += 1
 
     def step(self, stepper: Stepper, engines: Sequence[Engine]) -> bool | Tensor | None:
@@ -301,13 +258,14 @@ class Updates:
         Raises:
             NonFiniteError: gradients are not finite and the policy says to stop; weights stay as they were.
         """
-        self._learn()
+        if self._backwards:
+            self._learn()
         self._is_phase_over = True
-        if stepper in self._phase.steppers or not self.finish(engines):
+        phase = self._phase
+        if stepper in phase.steppers or not self.finish(engines):
             self._check_source(stepper)
             return None
         self._known[stepper] = None
-        phase = self._phase
         if phase.factor != 1.0 and stepper in self._left_over:
             raise TrainingStepError(
                 "the gradients of the update before were not cleared, and would be scaled like those of this one",
@@ -348,35 +306,37 @@ class Updates:
             self._stepped.add(stepper)
             self._is_phase_over = True
         elif is_held and is_alone:
-            for totals in self._totals:
-                totals.abandon()
+            for phase in self._phases:
+                phase.totals.abandon()
             self._forget()
 
     def _open_scope(self) -> Window:
-        iteration = self._run.drivers.current()
-        if self._window is None or self._stepped:
+        run, window = self._run, self._window
+        iteration = run.drivers.current()
+        if window is None or self._stepped:
             self._forget()
-            size = 1 if self.is_implicit else self._run.window_size(iteration)
+            size = 1 if self.is_implicit else run.window_size(iteration)
             batch = None if iteration is None else iteration.facts(window_size=size)
-            self._window = Window(
+            window = self._window = Window(
                 size=size,
-                ranks=self._run.control.world_size,
-                divisor=self._run.strategy.divisor,
+                ranks=run.control.world_size,
+                divisor=run.strategy.divisor,
                 rows_ahead=None if batch is None else batch.rows_ahead,
                 reference=self._reference,
             )
         else:
             batch = None if iteration is None else iteration.facts(window_size=1)
-        self._window.enter(batch)
-        self._number = 0
+        window.enter(batch)
+        self._phase = self._phases[0]
         self._is_phase_over = False
-        return self._window
+        return window
 
     def _allow_sync(self) -> None:
         """Let the next backward reduce gradients where it is the last of an update, as far as one can know."""
         ends_window = self.is_implicit or self.is_complete
+        sync = ends_window and self._usual_backwards == 1 and not self._held
         for engine in self.engines:
-            engine.begin(sync=ends_window and self._usual_backwards == 1 and not self._held)
+            engine.begin(sync=sync)
 
     def _forget(self) -> None:
         """Make room for a new window."""
@@ -384,8 +344,8 @@ class Updates:
         self._stepped.clear()
         self._holding.clear()
         self._is_counted = False
-        self._phase = _Phase()
-        self._totals.clear()
+        for phase in self._phases:
+            phase.reset()
         if self.scaler is not None and self._unscaled:
             self.scaler.update()
             self._unscaled.clear()
@@ -393,14 +353,17 @@ class Updates:
     def _start_phase(self) -> None:
         """Go on after a step within a scope: what comes is for the next optimizer, as in the scopes before."""
         self._is_phase_over = False
-        self._number += 1
-        if self._phase.is_agreed:
-            self._phase = _Phase()
+        number = 1 + self._phases.index(self._phase)
+        if number == len(self._phases):
+            self._phases.append(self._new_phase())
+        self._phase = self._phases[number]
+
+    def _new_phase(self) -> Phase:
+        return Phase(Totals(self._run.control, device=self._run.device))
 
     def _learn(self) -> None:
         """Remember how many backwards a scope has before it is left or stepped: the next ones can count on it."""
-        if self._backwards:
-            self._usual_backwards = self._backwards
+        self._usual_backwards = self._backwards
         self._backwards = 0
 
     def _check_source(self, stepper: Stepper) -> None:
@@ -415,19 +378,19 @@ class Updates:
     def _apply(self, stepper: Stepper, engines: Sequence[Engine]) -> bool | Tensor:
         """Step, and return whether weights stayed as they were. Reads the device at most once."""
         run, phase = self._run, self._phase
-        self.unscale(stepper)
-        self.scale(engines)
+        if self.scaler is not None:
+            self.unscale(stepper)
+        if phase.factor != 1.0:
+            phase.scale(engines)
         if self.scaler is None and run.non_finite == "ignore":
             stepper.step()
             return False
-        norm = phase.norm
-        if norm is None or not phase.clipped.issuperset(_ids_of_trained(stepper)):
-            norm = stepper.grad_norm()
+        norm = phase.norm_of(stepper)
         if self.scaler is None and run.non_finite == "skip" and stepper.has_device_skip:
             found_inf = torch.isfinite(norm).logical_not().float()
             stepper.step(found_inf=found_inf)
             return found_inf
-        is_finite = bool(torch.isfinite(norm))
+        is_finite = math.isfinite(norm.item())
         if is_finite:
             stepper.step()
         if self.scaler is not None:
@@ -449,17 +412,10 @@ class Updates:
         )
 
     def _report(self, stepper: Stepper, *, skipped: bool | Tensor) -> None:
-        """Leave what `last_update` is made from when somebody asks; nobody does in most steps."""
+        """Leave what `last_update` is made from; nobody asks for it in most steps."""
         step, phase, lr = self._run.control.updates, self._phase, stepper.optimizer.param_groups[0]["lr"]
         lr = lr.clone() if isinstance(lr, Tensor) else lr
-        self._run.report = lambda: Update(
-            step=step,
-            loss=phase.loss,
-            num_items=phase.items,
-            grad_norm=phase.norm,
-            skipped=skipped,
-            lr=lr,
-        )
+        self._run.last = step, phase.loss, phase.items, phase.norm, skipped, lr
 
 
 def _parameters(stepper: Stepper) -> Iterator[nn.Parameter]:
@@ -468,12 +424,3 @@ def _parameters(stepper: Stepper) -> Iterator[nn.Parameter]:
 
 def _has_gradients(stepper: Stepper) -> bool:
     return any(parameter.grad is not None for parameter in _parameters(stepper))
-
-
-def _ids_of_trained(stepper: Stepper) -> Iterator[int]:
-    return (id(parameter) for parameter in _parameters(stepper) if parameter.grad is not None)
-
-
-def _trained(engines: Iterable[Engine]) -> set[int]:
-    parameters = (parameter for engine in engines for parameter in engine.module.parameters())
-    return {id(parameter) for parameter in parameters if parameter.grad is not None}

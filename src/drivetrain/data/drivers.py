@@ -54,15 +54,12 @@ class Drivers:
         """Note that a pass is over."""
         self._open = [(depth, ref) for depth, ref in self._open if ref() is not None and ref() is not iteration]
 
-    def current(self) -> Iteration | None:
-        """Return the pass that drives; None when none is open."""
-        return self._innermost(trains=True)
+    def current(self, *, trains: bool = True) -> Iteration | None:
+        """Return the innermost pass; None when none is open.
 
-    def innermost(self) -> Iteration | None:
-        """Return the innermost pass, for training or not; None when none is open."""
-        return self._innermost(trains=False)
-
-    def _innermost(self, *, trains: bool) -> Iteration | None:
+        Args:
+            trains: pass over those whose batch was yielded without gradients.
+        """
         best: Iteration | None = None
         best_depth = -1
         for depth, ref in self._open:

@@ -114,6 +114,7 @@ class _Pass:
         self._batches = iter(loader)
         self._epoch = epoch
         self._shares = shares
+        self.batch_size = shares.batch_size
         self._rank = context.control.rank
         self._drivers = context.drivers
         self._depth = context.drivers.depth()
@@ -123,10 +124,6 @@ class _Pass:
         self._num_full = shares.length // shares.rows_per_step
         self._usual: dict[int, Batch] = {}
         self._move = None if context.device.type == "cpu" else _mover(context.device, is_pinned=loader.pin_memory)
-
-    @property
-    def batch_size(self) -> int:
-        return self._shares.batch_size
 
     def __iter__(self) -> Iterator[Any]:
         return self
@@ -149,7 +146,7 @@ class _Pass:
 
     def facts(self, *, window_size: int) -> Batch:
         if self._step < self._last and self._step + window_size <= self._num_full:
-            return self._in_full_windows(window_size)
+            return self._usual.get(window_size) or self._in_full_windows(window_size)
         return Batch(
             epoch=self._epoch,
             rows=len(self._shares.rows_of(self._step, rank=self._rank)),
@@ -159,9 +156,8 @@ class _Pass:
 
     def _in_full_windows(self, window_size: int) -> Batch:
         """Return the facts of a batch before the end of the epoch comes into sight: always the same ones."""
-        if window_size not in self._usual:
-            rows_ahead = window_size * self._shares.rows_per_step
-            self._usual[window_size] = Batch(epoch=self._epoch, rows=self._shares.batch_size, rows_ahead=rows_ahead)
+        rows_ahead = window_size * self._shares.rows_per_step
+        self._usual[window_size] = Batch(epoch=self._epoch, rows=self._shares.batch_size, rows_ahead=rows_ahead)
         return self._usual[window_size]
 
 

@@ -121,16 +121,16 @@ def test_current_when_evaluation_runs_inside_training_stays_the_training_loader(
         with context():
             for _ in evaluation:
                 assert drivers.current() is train
-                assert drivers.innermost() is not train
+                assert drivers.current(trains=False) is not train
         assert drivers.current() is train
-        assert drivers.innermost() is train
+        assert drivers.current(trains=False) is train
 
 
 def test_current_when_only_evaluation_is_open_is_none(drivers: Drivers) -> None:
     with torch.no_grad():
         for _ in prepared(drivers):
             assert drivers.current() is None
-            assert drivers.innermost() is not None
+            assert drivers.current(trains=False) is not None
 
 
 def test_current_when_gradients_are_enabled_between_two_batches_follows_the_last_batch(drivers: Drivers) -> None:
