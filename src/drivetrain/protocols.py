@@ -13,10 +13,10 @@ strategy keeps them; the facade only asks for them to be reduced, scaled, measur
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -33,10 +33,12 @@ class Communication:
     Args:
         backend: of torch.distributed; None for the one that fits the device.
         timeout_seconds: after which a collective that a rank does not join fails.
+        needs_group: also on one rank.
     """
 
     backend: str | None = None
     timeout_seconds: float = 1800.0
+    needs_group: bool = False
 
 
 class Engine(Protocol):
@@ -62,8 +64,17 @@ class Engine(Protocol):
     def scale_gradients(self, factor: float) -> None:
         """Multiply all gradients in place."""
 
+    def drop_gradients(self) -> None:
+        """Forget all gradients, reduced or not."""
+
     def keep_gradients(self) -> AbstractContextManager[None]:
         """Return a context that leaves the gradients as it found them, whatever backward runs in it unreduced."""
+
+    def forward_method(self, name: str) -> Callable[..., Any]:
+        """Make a method of the model go through the engine as its forward does; return it, to be called on `prepared`.
+
+        Where a call of the method as it is would miss what the engine does around a forward, that call is an error.
+        """
 
     def state_dict(self) -> dict[str, Tensor]:
         """Return all parameters and persistent buffers whole, under the model's own names; collective if sharded."""
@@ -82,6 +93,12 @@ class Stepper(Protocol):
     @property
     def has_device_skip(self) -> bool:
         """Whether `step` can leave everything untouched by a flag on the device, without the host reading it."""
+
+    def has_gradients(self) -> bool:
+        """Return whether a backward has left anything that is not cleared."""
+
+    def zero_grad(self, *, set_to_none: bool) -> None:
+        """Clear the gradients, reduced or not."""
 
     def unscale(self, scaler: torch.amp.GradScaler) -> None:
         """Divide the gradients by the loss scale and record whether they are finite."""

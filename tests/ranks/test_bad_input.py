@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -69,6 +70,29 @@ def take_a_loader_of_another_accelerator(parts: Parts) -> None:
     parts.accelerator.prepare(Accelerator(cpu=True).prepare(loader([1.0] * 4, batch_size=1)))
 
 
+def take_a_model_of_another_accelerator(parts: Parts) -> None:
+    other = Accelerator(cpu=True)
+    parts.accelerator.prepare(other.prepare(nn.Linear(2, 2)))
+
+
+def wrap_the_model_by_hand(parts: Parts) -> None:
+    parts.accelerator.prepare(nn.parallel.DistributedDataParallel(nn.Linear(2, 2)))
+
+
+def shard_a_layer_by_hand(parts: Parts) -> None:
+    from torch.distributed.fsdp import fully_shard
+
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    fully_shard(model[1])
+    parts.accelerator.prepare(model)
+
+
+def wrap_the_model_in_the_older_fsdp(parts: Parts) -> None:
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+    parts.accelerator.prepare(FullyShardedDataParallel(nn.Linear(2, 2), device_id=torch.device("cpu")))
+
+
 def step_on_one_rank(parts: Parts) -> None:
     parts.scope()
     parts.scope(steps=parts.rank == 0)
@@ -87,6 +111,77 @@ def leave_out_a_scope_on_one_rank(parts: Parts) -> None:
             parts.scope()
 
 
+def leave_a_model_out_on_one_rank(parts: Parts) -> None:
+    pair = nn.ModuleDict({"left": Scalar(), "right": Scalar()})
+    left, right, optimizer = parts.accelerator.prepare(
+        pair["left"], pair["right"], torch.optim.SGD(pair.parameters(), lr=1.0)
+    )
+    parts.accelerator.gradient_accumulation_steps = 1
+    for _ in range(2):
+        with parts.accelerator.accumulate(left, right):
+            loss = right(torch.ones(1)).sum()
+            if parts.rank == 0:
+                loss = loss + 100 * left(torch.ones(1)).sum()
+            parts.accelerator.backward(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def give_a_further_loss_on_one_rank(parts: Parts) -> None:
+    parts.accelerator.gradient_accumulation_steps = 1
+    with parts.accelerator.accumulate(parts.model):
+        loss = parts.model(torch.ones(1)).sum()
+        parts.accelerator.backward(loss, retain_graph=True)
+        if parts.rank == 0:
+            parts.accelerator.backward(loss)
+        parts.optimizer.step()
+
+
+def step_a_plateau_on_own_metric(parts: Parts) -> None:
+    parts.accelerator.gradient_accumulation_steps = 1
+    scheduler = parts.accelerator.prepare(
+        torch.optim.lr_scheduler.ReduceLROnPlateau(parts.optimizer, factor=0.5, patience=0)
+    )
+    for step in range(3):
+        parts.scope()
+        scheduler.step(float(step if parts.rank else -step))
+        parts.optimizer.zero_grad()
+
+
+def step_on_raw_gradients_after_an_update(parts: Parts) -> None:
+    parts.accelerator.gradient_accumulation_steps = 1
+    parts.scope()
+    parts.optimizer.zero_grad()
+    parts.model(torch.ones(1)).sum().backward()
+    parts.optimizer.step()
+
+
+def step_twice(parts: Parts) -> None:
+    parts.accelerator.gradient_accumulation_steps = 1
+    parts.scope()
+    parts.optimizer.step()
+
+
+def go_on_after_the_end(parts: Parts) -> None:
+    parts.accelerator.end_training()
+    parts.accelerator.gather(torch.ones(1))
+
+
+def prepare_unlike_models(parts: Parts) -> None:
+    parts.accelerator.prepare(nn.Linear(2, 2 + parts.rank))
+
+
+def clip_on_one_rank(parts: Parts) -> None:
+    parts.accelerator.gradient_accumulation_steps = 1
+    for _ in range(3):
+        with parts.accelerator.accumulate(parts.model):
+            parts.accelerator.backward(10 * parts.model(torch.ones(1)).sum())
+            if parts.rank == 0:
+                parts.accelerator.clip_grad_norm_(parts.model.parameters(), 1.0)
+            parts.optimizer.step()
+            parts.optimizer.zero_grad()
+
+
 def make(mistake: Callable[[Parts], None], settings: dict[str, Any]) -> None:
     accelerator = Accelerator(gradient_accumulation_steps=2, **settings)
     model = Scalar()
@@ -94,21 +189,58 @@ def make(mistake: Callable[[Parts], None], settings: dict[str, Any]) -> None:
     mistake(Parts(accelerator, model, optimizer, accelerator.process_index))
 
 
+# An engine that gathers parameters meets the other ranks more often, so some mistakes are found earlier there.
 MISTAKES = [
     (give_num_items_on_one_rank, "RankMismatchError", "`num_items` on ranks [0] and not on ranks [1]"),
     (mix_both_forms, "TrainingStepError", "given a mean in a window whose losses are sums"),
     (step_without_accumulate, "TrainingStepError", "2 micro-batches per step are asked for"),
     (step_under_no_sync, "TrainingStepError", "never reduced over ranks"),
     (take_a_loader_of_another_accelerator, "PrepareError", "was prepared by another Accelerator"),
+    (take_a_model_of_another_accelerator, "PrepareError", "this model was prepared by another Accelerator"),
+    (wrap_the_model_by_hand, "PrepareError", "the model is wrapped in DistributedDataParallel already"),
+    (shard_a_layer_by_hand, "PrepareError", "1.weight is a DTensor: the model was spread over ranks already"),
+    (wrap_the_model_in_the_older_fsdp, "PrepareError", "the model is wrapped in FullyShardedDataParallel already"),
     (
         step_on_one_rank,
         "RankMismatchError",
-        "rank 0: wait_for_everyone() after update 1\n  rank 1: wait_for_everyone() after update 0",
+        (
+            "rank 0: wait_for_everyone() after update 1\n  rank 1: wait_for_everyone() after update 0",
+            "rank 0: a gradient norm after update 1\n  rank 1: wait_for_everyone() after update 0",
+        ),
     ),
     (
         gather_on_one_rank,
         "RankMismatchError",
         "rank 0: gather() after update 0\n  rank 1: wait_for_everyone() after update 0",
+    ),
+    (
+        leave_a_model_out_on_one_rank,
+        "RankMismatchError",
+        (
+            "models that the losses reach, a bit for each: 3 on rank 0, 2 on",
+            "rank 0: a forward after update 0\n  rank 1: a backward after update 0",
+        ),
+    ),
+    (
+        give_a_further_loss_on_one_rank,
+        "RankMismatchError",
+        (
+            "losses since the last step: 2 on rank 0, 1 on rank 1",
+            "rank 0: a backward after update 0\n  rank 1: update 1",
+        ),
+    ),
+    (step_a_plateau_on_own_metric, "RankMismatchError", "sum of the learning rates: 1 on rank 0, 0.5 on rank 1"),
+    (step_on_raw_gradients_after_an_update, "TrainingStepError", "accelerator.backward() was not called for them"),
+    (step_twice, "TrainingStepError", "step once after it"),
+    (go_on_after_the_end, "TopologyError", "the process group of this Accelerator is closed"),
+    (prepare_unlike_models, "RankMismatchError", "rank 0: weight float32[2, 2]\n  rank 1: weight float32[3, 2]"),
+    (
+        clip_on_one_rank,
+        "RankMismatchError",
+        (
+            "clippings before this update: 1 on rank 0, 0 on rank 1",
+            "rank 0: a gradient norm after update 0\n  rank 1: a gradient norm after update 1",
+        ),
     ),
 ]
 
@@ -116,20 +248,20 @@ MISTAKES = [
 @two_ranks
 @pytest.mark.parametrize(("mistake", "kind", "message"), MISTAKES, ids=lambda value: getattr(value, "__name__", ""))
 def test_mistake_is_an_error_on_every_rank(
-    topology: Topology, mistake: Callable[[Parts], None], kind: str, message: str
+    topology: Topology, mistake: Callable[[Parts], None], kind: str, message: str | tuple[str, ...]
 ) -> None:
     raised = failures(make, mistake, topology.settings)
     assert set(raised) == {0, 1}
     for rank in raised:
         assert raised[rank][0] == kind
-        assert message in raised[rank][1]
+        assert any(one in raised[rank][1] for one in ([message] if isinstance(message, str) else message))
 
 
 @two_ranks
 def test_scope_left_out_on_one_rank_is_found_at_the_end(topology: Topology) -> None:
     raised = failures(make, leave_out_a_scope_on_one_rank, topology.settings)
     assert raised[0][0] == "RankMismatchError"
-    assert "rank 0: update 2\n  rank 1: the end of the run after update 1" in raised[0][1]
+    assert re.search(r"rank 0: (update 2|a forward after update 1)\n  rank 1: the end of the run after", raised[0][1])
 
 
 # Parameters that the loss does not use
@@ -317,124 +449,3 @@ def test_ranks_in_unlike_epochs_are_found_in_the_first_update(topology: Topology
     for rank in (0, 1):
         assert raised[rank][0] == "RankMismatchError"
         assert "epoch of the loader: 1 on rank 0, 0 on rank 1" in raised[rank][1]
-
-
-# Ranks that do not do the same
-
-
-def leave_a_model_out_on_one_rank(parts: Parts) -> None:
-    pair = nn.ModuleDict({"left": Scalar(), "right": Scalar()})
-    left, right, optimizer = parts.accelerator.prepare(
-        pair["left"], pair["right"], torch.optim.SGD(pair.parameters(), lr=1.0)
-    )
-    parts.accelerator.gradient_accumulation_steps = 1
-    for _ in range(2):
-        with parts.accelerator.accumulate(left, right):
-            loss = right(torch.ones(1)).sum()
-            if parts.rank == 0:
-                loss = loss + 100 * left(torch.ones(1)).sum()
-            parts.accelerator.backward(loss)
-            optimizer.step()
-            optimizer.zero_grad()
-
-
-def give_a_further_loss_on_one_rank(parts: Parts) -> None:
-    parts.accelerator.gradient_accumulation_steps = 1
-    with parts.accelerator.accumulate(parts.model):
-        loss = parts.model(torch.ones(1)).sum()
-        parts.accelerator.backward(loss, retain_graph=True)
-        if parts.rank == 0:
-            parts.accelerator.backward(loss)
-        parts.optimizer.step()
-
-
-def step_a_plateau_on_own_metric(parts: Parts) -> None:
-    parts.accelerator.gradient_accumulation_steps = 1
-    scheduler = parts.accelerator.prepare(
-        torch.optim.lr_scheduler.ReduceLROnPlateau(parts.optimizer, factor=0.5, patience=0)
-    )
-    for step in range(3):
-        parts.scope()
-        scheduler.step(float(step if parts.rank else -step))
-        parts.optimizer.zero_grad()
-
-
-def step_on_raw_gradients_after_an_update(parts: Parts) -> None:
-    parts.accelerator.gradient_accumulation_steps = 1
-    parts.scope()
-    parts.optimizer.zero_grad()
-    parts.model(torch.ones(1)).sum().backward()
-    parts.optimizer.step()
-
-
-def step_twice(parts: Parts) -> None:
-    parts.accelerator.gradient_accumulation_steps = 1
-    parts.scope()
-    parts.optimizer.step()
-
-
-def go_on_after_the_end(parts: Parts) -> None:
-    parts.accelerator.end_training()
-    parts.accelerator.gather(torch.ones(1))
-
-
-def thaw_a_frozen_model(parts: Parts) -> None:
-    model = Scalar().requires_grad_(False)
-    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    prepared, optimizer = parts.accelerator.prepare(model, optimizer)
-    parts.accelerator.gradient_accumulation_steps = 1
-    model.requires_grad_(True)
-    with parts.accelerator.accumulate(prepared):
-        parts.accelerator.backward(prepared(torch.ones(1)).sum())
-        optimizer.step()
-
-
-def prepare_unlike_models(parts: Parts) -> None:
-    parts.accelerator.prepare(nn.Linear(2, 2 + parts.rank))
-
-
-DIFFERENCES = [
-    (
-        leave_a_model_out_on_one_rank,
-        "RankMismatchError",
-        "models that the losses reach, a bit for each: 3 on rank 0, 2 on",
-    ),
-    (give_a_further_loss_on_one_rank, "RankMismatchError", "losses since the last step: 2 on rank 0, 1 on rank 1"),
-    (step_a_plateau_on_own_metric, "RankMismatchError", "sum of the learning rates: 1 on rank 0, 0.5 on rank 1"),
-    (step_on_raw_gradients_after_an_update, "TrainingStepError", "accelerator.backward() was not called for them"),
-    (step_twice, "TrainingStepError", "step once after it"),
-    (go_on_after_the_end, "TopologyError", "the process group of this Accelerator is closed"),
-    (thaw_a_frozen_model, "TrainingStepError", "weight is trained now and was frozen"),
-    (prepare_unlike_models, "RankMismatchError", "rank 0: weight float32[2, 2]\n  rank 1: weight float32[3, 2]"),
-]
-
-
-@two_ranks
-@pytest.mark.parametrize(("mistake", "kind", "message"), DIFFERENCES, ids=lambda value: getattr(value, "__name__", ""))
-def test_difference_between_ranks_or_with_the_rule_is_an_error_on_every_rank(
-    topology: Topology, mistake: Callable[[Parts], None], kind: str, message: str
-) -> None:
-    raised = failures(make, mistake, topology.settings)
-    assert set(raised) == {0, 1}
-    for rank in raised:
-        assert raised[rank][0] == kind
-        assert message in raised[rank][1]
-
-
-def clip_on_one_rank(parts: Parts) -> None:
-    parts.accelerator.gradient_accumulation_steps = 1
-    for _ in range(3):
-        with parts.accelerator.accumulate(parts.model):
-            parts.accelerator.backward(10 * parts.model(torch.ones(1)).sum())
-            if parts.rank == 0:
-                parts.accelerator.clip_grad_norm_(parts.model.parameters(), 1.0)
-            parts.optimizer.step()
-            parts.optimizer.zero_grad()
-
-
-@two_ranks
-def test_clipping_on_one_rank_is_found_in_the_next_update(topology: Topology) -> None:
-    raised = failures(make, clip_on_one_rank, topology.settings)
-    for rank in (0, 1):
-        assert raised[rank][0] == "RankMismatchError"
-        assert "clippings before this update: 1 on rank 0, 0 on rank 1" in raised[rank][1]

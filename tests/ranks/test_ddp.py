@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -123,6 +126,73 @@ def batch_norm_evaluation() -> list[float]:
 
 def test_evaluation_on_one_rank_waits_for_nobody() -> None:
     ranks.run(batch_norm_evaluation, ranks=2, timeout=20)
+
+
+def leave_before_the_third_update(way: str, *, leaver: int) -> None:
+    """Train with BatchNorm, whose buffers DDP sends in every forward, and do something else on one rank."""
+    accelerator = Accelerator(cpu=True)
+    model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    for step in range(3):
+        if step == 2 and accelerator.process_index == leaver:
+            WAYS[way](accelerator)
+            return
+        accelerator.backward(model(torch.randn(4, 2)).sum())
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def fail(accelerator: Accelerator) -> None:
+    raise ValueError("cause-41c")
+
+
+WAYS: dict[str, Callable[[Accelerator], Any]] = {
+    "the end of the run": Accelerator.end_training,
+    "wait_for_everyone()": Accelerator.wait_for_everyone,
+    "gather()": lambda accelerator: accelerator.gather(torch.ones(1)),
+    "failure": fail,
+}
+
+
+@pytest.mark.parametrize("leaver", [0, 1])
+@pytest.mark.parametrize("way", WAYS)
+def test_rank_in_a_forward_that_sends_buffers_says_where_the_other_one_is(way: str, leaver: int) -> None:
+    with pytest.raises(ranks.RanksFailed) as failed:
+        ranks.run(leave_before_the_third_update, way, leaver=leaver, ranks=2, timeout=10)
+    kind, message = failed.value.exceptions[1 - leaver]
+    if way == "failure":
+        assert failed.value.exceptions[leaver] == ("ValueError", "cause-41c")
+        assert kind == "TopologyError"
+        assert f"rank {1 - leaver} waited in a forward" in message
+    else:
+        assert kind == "RankMismatchError"
+        assert f"rank {leaver}: {way} after update 2" in message
+        assert f"rank {1 - leaver}: a forward" in message
+
+
+def copy_a_model_with_buffers() -> list[bool]:
+    with Accelerator(cpu=True) as accelerator:
+        model = accelerator.prepare(nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)))
+        copies = [copy.deepcopy(model), pickle.loads(pickle.dumps(model))]
+        rows = torch.randn(4, 2)
+        return [torch.equal(one(rows), model(rows)) for one in copies]
+
+
+def test_copy_of_a_model_with_buffers_runs_like_the_model() -> None:
+    assert ranks.run(copy_a_model_with_buffers, ranks=2) == [[True, True]] * 2
+
+
+def prepare_a_prepared_layer_in_another_model() -> None:
+    accelerator = Accelerator(cpu=True)
+    accelerator.prepare(nn.Sequential(accelerator.prepare(nn.Linear(2, 2)), nn.Linear(2, 2)))
+
+
+def test_model_that_holds_a_prepared_one_is_refused() -> None:
+    with pytest.raises(ranks.RanksFailed) as failed:
+        ranks.run(prepare_a_prepared_layer_in_another_model, ranks=2, timeout=20)
+    for kind, message in failed.value.exceptions.values():
+        assert kind == "PrepareError"
+        assert "0 of Sequential was prepared already, as a model of its own" in message
 
 
 def train_after_thawing() -> None:
@@ -280,3 +350,22 @@ def descriptors_under_an_existing_group() -> list[int]:
 def test_accelerators_under_an_existing_group_leave_nothing_open() -> None:
     for counts in ranks.run(descriptors_under_an_existing_group, ranks=2, init_group=True):
         assert counts[2] <= counts[0]
+
+
+def thaw_a_frozen_model() -> None:
+    accelerator = Accelerator(cpu=True)
+    model = nn.Linear(1, 1).requires_grad_(False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    prepared, optimizer = accelerator.prepare(model, optimizer)
+    model.requires_grad_(True)
+    with accelerator.accumulate(prepared):
+        accelerator.backward(prepared(torch.ones(1, 1)).sum())
+        optimizer.step()
+
+
+def test_model_when_thawed_after_it_was_prepared_then_is_refused() -> None:
+    with pytest.raises(ranks.RanksFailed) as failed:
+        ranks.run(thaw_a_frozen_model, ranks=2, timeout=10)
+    for kind, message in failed.value.exceptions.values():
+        assert kind == "TrainingStepError"
+        assert "weight is trained now and was frozen" in message

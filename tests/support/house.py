@@ -51,7 +51,7 @@ TORCH_FREE = re.compile(
     r"drivetrain(\.(errors|registry|config(\..+)?|cluster(\.environ)?|cli(\.main)?)"
     r"|\.strategies(\.(?!(common|units)$)[^.]+(\.settings)?)?)?"
 )
-ENVIRONMENT_READERS = re.compile(r"src/drivetrain/(cluster/environ\.py|launch/.+|testing/.+)")
+ENVIRONMENT_READERS = re.compile(r"src/drivetrain/cluster/environ\.py")
 PICKLERS = re.compile(r"src/drivetrain/testing/.+|tests/.+|benchmarks/.+")
 ORDINARY_WORDS = frozenset({"single"})  # strategies whose name is also a plain word
 
@@ -243,7 +243,7 @@ def environment_problems(file: SourceFile) -> Iterator[str]:
         is_attribute = isinstance(node, ast.Attribute) and ast.unparse(node.value) == "os" and node.attr in names
         is_import = isinstance(node, ast.ImportFrom) and node.module == "os" and names & {a.name for a in node.names}
         if is_attribute or is_import:
-            yield file.problem(node, "only cluster/environ.py, launch/ and testing/ touch the environment")
+            yield file.problem(node, "only cluster/environ.py touches the environment")
 
 
 def strategy_names(files: Iterable[SourceFile]) -> frozenset[str]:

@@ -51,6 +51,12 @@ def train_on_counts(
         return weight_of(accelerator, model), update.loss.item(), update.num_items
 
 
+def whole(tensor: Tensor) -> Tensor:
+    """Return a tensor with the parts that other ranks hold; collective where there are any."""
+    full: Tensor = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+    return full
+
+
 def loader(values: Sequence[float], *, batch_size: int) -> DataLoader[Tensor]:
     """Return an unshuffled loader of single numbers."""
     return DataLoader(torch.tensor(values), batch_size=batch_size)  # type: ignore[arg-type]

@@ -7,7 +7,8 @@ import contextlib
 import gc
 import os
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from difflib import get_close_matches
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -44,6 +45,7 @@ from drivetrain.config import RunConfig
 from drivetrain.data import Drivers, LoaderContext, PreparedLoader
 from drivetrain.errors import PrepareError
 from drivetrain.protocols import Engine
+from drivetrain.strategies.common import class_name
 
 
 class Accelerator:
@@ -329,6 +331,28 @@ class Accelerator:
             loss = loss_from(loss)
         self._ledger.backward(loss, num_items=num_items, retain_graph=retain_graph)
 
+    def forward_method(self, model: nn.Module, name: str) -> Callable[..., Any]:
+        """Make another method of a prepared model go through what its forward goes through, and return it.
+
+        From then on `model.<name>(...)` does so, too: it computes in the model's precision, gathers parameters that
+        are spread over ranks, and its backward reduces gradients. Collective where the forward is.
+
+        Args:
+            model: as `prepare` returned it.
+
+        Raises:
+            PrepareError: the model has no such method, or is not prepared.
+        """
+        engine = self._ledger.engine_of(model)
+        if not callable(getattr(engine.module, name, None)):
+            names = [method for method in dir(type(engine.module)) if not method.startswith("_")]
+            near = get_close_matches(name, names, n=1)
+            raise PrepareError(
+                f"{class_name(engine.module)} has no method `{name}`",
+                hint=f"did you mean `{near[0]}`?" if near else None,
+            )
+        return engine.forward_method(name)
+
     @contextlib.contextmanager
     def no_sync(self, *models: nn.Module) -> Iterator[None]:
         """Keep backwards in this context from reducing gradients over ranks; one after it reduces them all."""
@@ -496,11 +520,14 @@ class Accelerator:
         self._ledger.check_new(new)
         if new:
             compare_models(new, self._ranks.control)
+            former = [parameter for model in new for parameter in model.parameters()]
             for engine in self._strategy.setup(new, optimizers):
                 self._ledger.add(engine)
+            self._ledger.note_replaced(former)
 
     def _finish(self, parameters: list[Any]) -> tuple[Updates, list[Engine]] | None:
         """Make these parameters' gradients final but for a factor; None inside a window."""
+        self._ledger.check_current(parameters)
         engines = self._ledger.owners(parameters)
         if not engines:
             raise PrepareError(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections.abc import Iterable, Sequence
 from typing import Protocol
 
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 from drivetrain.accelerator.updates import Run, Updates
 from drivetrain.errors import PrepareError, TrainingStepError
 from drivetrain.protocols import Engine
+from drivetrain.strategies.common import class_name
 
 _NAMES_SHOWN = 4
 
@@ -41,6 +43,7 @@ class Ledger:
         self.scaler = run.make_scaler()
         self._by_model: dict[int, Engine] = {}
         self._by_parameter: dict[int, Engine] = {}
+        self._replaced: dict[int, weakref.ref[nn.Parameter]] = {}
         self._implicit = Updates((), run, scaler=self.scaler, is_implicit=True)
         self._updates: dict[Engine, Updates] = {}
         self._scopes: dict[tuple[int, ...], Scope] = {}
@@ -63,10 +66,12 @@ class Ledger:
         seen = set(self._by_parameter)
         for model in models:
             own = {id(parameter): name for name, parameter in model.named_parameters()}
-            if shared := seen.intersection(own):
+            shared = seen.intersection(own)
+            shared.update(id(parameter) for parameter in model.parameters() if self._is_replaced(parameter))
+            if shared:
                 names = ", ".join(sorted(own[key] for key in shared)[:_NAMES_SHOWN])
                 raise PrepareError(
-                    f"{type(model).__name__} shares parameters with another prepared model: {names}",
+                    f"{class_name(model)} shares parameters with another prepared model: {names}",
                     hint="put models that share parameters into one nn.Module, and prepare that",
                 )
             seen.update(own)
@@ -82,6 +87,28 @@ class Ledger:
         self._updates[engine] = self._implicit
         self._scopes.pop((), None)  # it was of all models, and of fewer
         self._implicit.engines.append(engine)
+
+    def note_replaced(self, former: Iterable[nn.Parameter]) -> None:
+        """Remember parameters that models had before they were prepared and do not have any more."""
+        for parameter in former:
+            if id(parameter) not in self._by_parameter:
+                self._replaced[id(parameter)] = weakref.ref(parameter)
+
+    def check_current(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Refuse parameters that models had before they were prepared and do not have any more.
+
+        Raises:
+            PrepareError: they are such; nothing that happens to them reaches the model.
+        """
+        if count := sum(map(self._is_replaced, parameters)):
+            raise PrepareError(
+                f"{count} of the parameters are those that a model had before prepare() put others in their place",
+                hint="take model.parameters() again, after prepare()",
+            )
+
+    def _is_replaced(self, parameter: nn.Parameter) -> bool:
+        reference = self._replaced.get(id(parameter))
+        return reference is not None and reference() is parameter
 
     def add_optimizer(self, optimizer: SteppedModels) -> None:
         """Enter a prepared optimizer; its models may be prepared later."""
@@ -107,7 +134,7 @@ class Ledger:
         engine = self.find(model)
         if engine is None:
             raise PrepareError(
-                f"{type(model).__name__} is not a model that this accelerator has prepared",
+                f"{_named(model)} is not a model that this accelerator has prepared",
                 hint="pass what accelerator.prepare() returned",
             )
         return engine
@@ -198,6 +225,10 @@ class Ledger:
                     hint="name the same models together each time; a model stands in one tuple only",
                 )
             return updates
+        if self._tuples and not self._implicit.holds(engines):
+            # Losses of other scopes have come through these models, and these are not theirs.
+            for engine in engines:
+                engine.drop_gradients()
         self.version += 1
         # The first tuple takes the scaler that the accelerator shows; what is left outside gets another one.
         scaler, self._implicit.scaler = self._implicit.scaler, self._run.make_scaler()
@@ -208,6 +239,10 @@ class Ledger:
             self._updates[engine] = updates
             engine.begin(sync=False)
         return updates
+
+
+def _named(model: object) -> str:
+    return class_name(model) if isinstance(model, nn.Module) else type(model).__name__
 
 
 class Scope:

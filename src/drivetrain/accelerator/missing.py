@@ -6,6 +6,8 @@ from collections.abc import Iterable, Mapping
 from difflib import get_close_matches
 from types import MappingProxyType
 
+from drivetrain.registry import strategy_specs
+
 _BARRIER = "work under `if accelerator.is_main_process:`, and call `accelerator.wait_for_everyone()` after it"
 _CHECKPOINTS = (
     "checkpoints of the whole training are not there yet; `accelerator.save_model` writes the weights, and prepared "
@@ -15,7 +17,6 @@ _COMPILE = "compile the model with `torch.compile` in the script"
 _CONFIG = "it is a setting: read `accelerator.config.{name}`"
 _DEEPSPEED = "DeepSpeed is not there yet"
 _FP8 = "fp8 is not there yet"
-_FSDP = "FSDP is not there yet"
 _PARALLELISM = "parallelism other than over data is not there yet; all ranks read different data"
 _RANK = "test `accelerator.is_main_process`, `is_local_main_process` or `process_index` in an `if`"
 _RESUME = "skipping batches is not there yet; start the epoch again"
@@ -45,7 +46,6 @@ _INSTEAD: Mapping[str, str] = MappingProxyType(
         "gradient_state": _STATE,
         "init_trackers": _TRACKERS,
         "is_composable_parallelism_enabled": _PARALLELISM,
-        "is_fsdp2": _FSDP,
         "join_uneven_inputs": "loaders that `prepare` has seen give every rank the same number of batches",
         "load_state": _CHECKPOINTS,
         "local_main_process_first": _BARRIER,
@@ -97,9 +97,7 @@ _INSTEAD: Mapping[str, str] = MappingProxyType(
     }
 )
 
-_FAMILIES: Mapping[str, str] = MappingProxyType(
-    {"deepspeed_": _DEEPSPEED, "dynamo_": _COMPILE, "fsdp_": _FSDP, "fp8_": _FP8}
-)
+_FAMILIES: Mapping[str, str] = MappingProxyType({"deepspeed_": _DEEPSPEED, "dynamo_": _COMPILE, "fp8_": _FP8})
 """Sentences for all names that begin so."""
 
 
@@ -115,5 +113,8 @@ def explain(name: str, *, members: Iterable[str] = ()) -> str:
         return f"{head}: {instead.format(name=name)}"
     if near := get_close_matches(name, public, n=1):
         return f"{head}\n  hint: did you mean `{near[0]}`?"
+    for spec in strategy_specs():
+        if spec.section is not None and name.startswith(spec.flag_prefix):
+            return f"{head}: its settings are in the configuration; read `accelerator.config.{spec.section}`"
     family = next((sentence for prefix, sentence in _FAMILIES.items() if name.startswith(prefix)), None)
     return head if family is None else f"{head}: {family}"

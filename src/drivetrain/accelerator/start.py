@@ -7,7 +7,6 @@ ranks do together is to compare the settings.
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
@@ -17,6 +16,7 @@ import torch.distributed as dist
 from drivetrain.cluster.control import Call
 from drivetrain.cluster.device import Placement, activate, choose_device, num_accelerators
 from drivetrain.cluster.environ import ProcessEnvironment, read_environ
+from drivetrain.cluster.log import say
 from drivetrain.cluster.process_group import Ranks, open_ranks
 from drivetrain.cluster.seed import set_seed
 from drivetrain.config import (
@@ -91,15 +91,16 @@ def start(
         device=placement.device,
         backend=communication.backend,
         timeout_seconds=communication.timeout_seconds,
+        needs_group=communication.needs_group,
     )
     _compare_settings(settings, ranks)
     if settings.seed is not None:
         set_seed(settings.seed)
     context = StrategyContext(device=placement.device, ranks=ranks, precision=precision, config=settings)
     if ranks.rank == 0:
-        _say(_first_line(resolved, ranks, placement, spec))
+        say(_first_line(resolved, ranks, placement, spec))
         for note in resolved.notes:
-            _say(note)
+            say(note)
     return Setup(
         resolved=resolved, ranks=ranks, device=placement.device, precision=precision, strategy=implementation(context)
     )
@@ -108,7 +109,7 @@ def start(
 def say_batch(*, batch_size: int, num_ranks: int, num_steps: int) -> None:
     """Print the arithmetic of the global batch; for the main rank."""
     total = batch_size * num_ranks * num_steps
-    _say(
+    say(
         f"global batch {total} = {batch_size} per micro-batch x {num_ranks} {_plural(num_ranks, 'rank')} "
         f"x {num_steps} accumulation {_plural(num_steps, 'step')}"
     )
@@ -160,7 +161,3 @@ def _first_line(resolved: Resolved, ranks: Ranks, placement: Placement, spec: St
 
 def _plural(count: int, noun: str) -> str:
     return noun if count == 1 else f"{noun}s"
-
-
-def _say(line: str) -> None:
-    print(f"drivetrain: {line}", file=sys.stderr, flush=True)

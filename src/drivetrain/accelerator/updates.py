@@ -8,7 +8,7 @@ optimizers step. It calls the engines in the order that `protocols.py` gives and
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -116,6 +116,10 @@ class Updates:
         """Whether a window is open whose last scope has not come yet."""
         return self._window is not None and not self._window.is_complete
 
+    def holds(self, engines: Iterable[Engine]) -> bool:
+        """Whether gradients of these models are for a step that has not come yet."""
+        return not self._stepped and not self._holding.isdisjoint(engines)
+
     def hold_sync(self) -> None:
         """Keep backwards from reducing gradients, until `release_sync`."""
         self._held += 1
@@ -183,7 +187,7 @@ class Updates:
                 hint="before it, call optimizer.step(), or optimizer.zero_grad() to leave the update out",
             )
         if window.form is None and (self._uncleared or self._left_over):
-            self._left_over = {stepper for stepper in self._uncleared if _has_gradients(stepper)}
+            self._left_over = {stepper for stepper in self._uncleared if stepper.has_gradients()}
         return window
 
     def finish(self, engines: Iterable[Engine]) -> bool:
@@ -300,8 +304,9 @@ class Updates:
         is_final = not self._phase.reduced.isdisjoint(engines)
         if is_held and not self.is_implicit and not is_final:
             return
-        stepper.optimizer.zero_grad(set_to_none=set_to_none)
+        stepper.zero_grad(set_to_none=set_to_none)
         self._uncleared.discard(stepper)
+        self._left_over.discard(stepper)
         if is_held and is_final:
             self._stepped.add(stepper)
             self._is_phase_over = True
@@ -369,7 +374,7 @@ class Updates:
     def _check_source(self, stepper: Stepper) -> None:
         """Refuse gradients that no backward() of ours has made: nothing is known of their scale."""
         is_inside_window = self._window is not None and self._window.form is not None and not self._phase.is_agreed
-        if not is_inside_window and _has_gradients(stepper):
+        if not is_inside_window and stepper.has_gradients():
             raise TrainingStepError(
                 "optimizer.step() found gradients, and accelerator.backward() was not called for them",
                 hint="call accelerator.backward(loss) in place of loss.backward(), and step once after it",
@@ -416,11 +421,3 @@ class Updates:
         step, phase, lr = self._run.control.updates, self._phase, stepper.optimizer.param_groups[0]["lr"]
         lr = lr.clone() if isinstance(lr, Tensor) else lr
         self._run.last = step, phase.loss, phase.items, phase.norm, skipped, lr
-
-
-def _parameters(stepper: Stepper) -> Iterator[nn.Parameter]:
-    return (parameter for group in stepper.optimizer.param_groups for parameter in group["params"])
-
-
-def _has_gradients(stepper: Stepper) -> bool:
-    return any(parameter.grad is not None for parameter in _parameters(stepper))

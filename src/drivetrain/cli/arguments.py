@@ -121,16 +121,22 @@ class _Reader:
     def _read_own(self, name: str, value: str | None) -> None:
         what = _OWN_FLAGS[name]
         if what == "config_file":
-            if value is None and not self._has_value():
-                self.faults.append(f"`{name}` needs the path of a file")
-            else:
-                self.result.config_file = self._words.pop(0) if value is None else value
+            self._read_config_file(name, value)
         elif value is not None:
             self.faults.append(f"`{name}` takes no value, got `{value}`")
         elif what == "help":
             self.result.help = True
         else:
             self.result.dry_run = True
+
+    def _read_config_file(self, name: str, value: str | None) -> None:
+        if value is None and not self._has_value():
+            self.faults.append(f"`{name}` needs the path of a file")
+            return
+        path = self._words.pop(0) if value is None else value
+        if self.result.config_file not in (None, path):
+            self.faults.append(f"`{name}` names two files, `{self.result.config_file}` and `{path}`: keep one of them")
+        self.result.config_file = path
 
     def _read_bool(self, flag: Flag, name: str, value: str | None) -> None:
         if value is None:

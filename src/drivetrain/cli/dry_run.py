@@ -61,8 +61,7 @@ def _seat(plan: LaunchPlan, local_rank: int) -> Seat:
         run_id="<name of the run>",
         attempt=0,
         launcher_holds_store=plan.start_method != "exec" and plan.rendezvous == "static",
-        config_file="<file of the settings above>",
-        error_file=None if plan.start_method == "exec" else "<file for its failure>",
+        settings="<the settings above that are not defaults>",
     )
 
 

@@ -21,6 +21,7 @@ from drivetrain.errors import LaunchError
 from drivetrain.launch import LaunchPlan, Machine, Script, inspect_machine, plan, start
 from drivetrain.launch.script import check
 
+_FILE_VARIABLE = "DRIVETRAIN_CONFIG_FILE"
 _HINT = "`drivetrain launch --help` lists all flags"
 
 
@@ -33,6 +34,8 @@ def run(words: Sequence[str]) -> int:
     launch_plan = prepare(arguments, machine=inspect_machine())
     for note in launch_plan.resolved.notes:
         print(f"note: {note}", file=sys.stderr)
+    for warning in launch_plan.warnings:
+        print(f"warning: {warning}", file=sys.stderr)
     if arguments.dry_run:
         from drivetrain.cli.dry_run import describe
 
@@ -48,8 +51,8 @@ def prepare(arguments: LaunchArguments, *, machine: Machine) -> LaunchPlan:
         DrivetrainError: something in them is wrong, or the script does not exist.
     """
     script = _script(arguments)
-    layers = [*_file_layers(arguments.config_file, machine.variables), layer_from_variables(machine.variables)]
-    resolved = resolve([*layers, layer_from_flags(arguments.typed)])
+    files = _file_layers(arguments.config_file, variables=machine.variables)
+    resolved = resolve([*files, layer_from_variables(machine.variables), layer_from_flags(arguments.typed)])
     check(script, folder=os.getcwd(), search_path=sys.path)
     launch_plan = plan(resolved, script=script, machine=machine)
     strategy_for(resolved.config, world_size=launch_plan.world_size)
@@ -71,10 +74,11 @@ def _script(arguments: LaunchArguments) -> Script:
     return Script(target=arguments.target, is_module=arguments.is_module, arguments=arguments.arguments)
 
 
-def _file_layers(named: str | None, variables: Mapping[str, str]) -> list[Layer]:
-    if named is not None:
+def _file_layers(flag: str | None, *, variables: Mapping[str, str]) -> list[Layer]:
+    named, by = (flag, "--config_file") if flag is not None else (variables.get(_FILE_VARIABLE), _FILE_VARIABLE)
+    if named:
         if not os.path.exists(named):
-            raise LaunchError(f"there is no file `{named}` in {os.getcwd()}", hint="it was named by --config_file")
+            raise LaunchError(f"there is no file `{named}` in {os.getcwd()}", hint=f"it was named by {by}")
         return [read_file(named)]
     path = default_file(variables)
     return [read_file(path)] if path.exists() else []

@@ -39,6 +39,10 @@ class Call(IntEnum):
     PREPARE = 7
     ORDER = 8
     END = 9
+    FORWARD = 10
+    NORM = 11
+    STATE = 12
+    BACKWARD = 13
 
 
 _PLACES = {
@@ -50,6 +54,10 @@ _PLACES = {
     Call.REDUCE: "reduce() after update {}",
     Call.PREPARE: "prepare() of a data loader after update {}",
     Call.ORDER: "the first batch of an epoch after update {}",
+    Call.FORWARD: "a forward after update {}",
+    Call.BACKWARD: "a backward after update {}",
+    Call.NORM: "a gradient norm after update {}",
+    Call.STATE: "get_state_dict() or save_model() after update {}",
     Call.END: "the end of the run after update {}",
 }
 
@@ -126,6 +134,11 @@ class Agreement:
     def tensor(self) -> Tensor:
         """The sum of the tensors given to `start`, 0-d, float64; to be used after `wait`."""
         return self._matrix[:, -1].sum()
+
+    @property
+    def tensors(self) -> Tensor:
+        """The tensors given to `start`, by rank, float64; to be used after `wait`."""
+        return self._matrix[:, -1]
 
     def wait(self, *, seconds: float | None = None) -> Rows:
         """Return every rank's eleven values, a row each.

@@ -1,4 +1,4 @@
-"""Reads from the environment which rank this process is; the only reader of `os.environ`, and torch-free.
+"""Reads from the environment which rank this process is; torch-free. No other module touches `os.environ`.
 
 Each launcher speaks through variables of its own. They are asked in one order, as one may run inside another: the
 variables of torchrun come first (torchrun runs inside steps of Slurm and of Open MPI), then Open MPI (its daemons are
@@ -54,7 +54,7 @@ class ProcessEnvironment:
         launcher: who started this process.
         size_source: the variable that holds the world size, or why there is none, for messages.
         variables: those that begin with `DRIVETRAIN_`.
-        config_file: file of settings that the launcher left for this process.
+        config_file: file of settings that somebody named for every process.
     """
 
     rank: int = 0
@@ -69,6 +69,22 @@ class ProcessEnvironment:
     size_source: str = "no launcher set a variable"
     variables: Mapping[str, str] = field(default_factory=dict)
     config_file: str | None = None
+
+
+def variables() -> dict[str, str]:
+    """Return a copy of this process's environment."""
+    return dict(os.environ)
+
+
+def add_variables(more: Mapping[str, str]) -> None:
+    """Set these variables in this process, for itself and for the processes that it starts."""
+    os.environ.update(more)
+
+
+def replace_variables(all_of_them: Mapping[str, str]) -> None:
+    """Give this process these variables and no others."""
+    os.environ.clear()
+    os.environ.update(all_of_them)
 
 
 def read_environ(mapping: Mapping[str, str] | None = None) -> ProcessEnvironment:

@@ -11,7 +11,7 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import FileStore, PrefixStore, Store
+from torch._C._distributed_c10d import FileStore, HashStore, PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
 from drivetrain.cluster.control import Call, Control
@@ -65,13 +65,19 @@ class Ranks:
 
 
 def open_ranks(
-    environment: ProcessEnvironment, *, device: torch.device, backend: str | None, timeout_seconds: float
+    environment: ProcessEnvironment,
+    *,
+    device: torch.device,
+    backend: str | None,
+    timeout_seconds: float,
+    needs_group: bool = False,
 ) -> Ranks:
     """Return the ranks of this run, opening the process groups if there is more than one rank; collective.
 
     Args:
         backend: of the default group; None for the one that fits the device.
         timeout_seconds: after which a collective that a rank does not join fails.
+        needs_group: open one for a single rank, too.
 
     Raises:
         TopologyError: the backend does not fit, or a rank does not come.
@@ -79,7 +85,7 @@ def open_ranks(
     timeout = timedelta(seconds=timeout_seconds)
     owns = not dist.is_initialized()
     if owns:
-        if environment.world_size == 1:
+        if environment.world_size == 1 and not needs_group:
             control = Control(rank=0, world_size=1, group=None)
             return Ranks(environment, backend=None, control=control, owns=False)
         _open_default_group(environment, device=device, backend=backend, timeout=timeout)
@@ -117,6 +123,8 @@ def _generation_store(environment: ProcessEnvironment, *, timeout: timedelta) ->
 
     The store outlives a group that is closed, and with it the addresses that the ranks had then.
     """
+    if environment.world_size == 1:
+        return HashStore()
     store = _rendezvous(environment, timeout=timeout)
     generation = store.add(f"drivetrain/opened/{environment.rank}", 1)
     return PrefixStore(f"drivetrain/{generation}", store)

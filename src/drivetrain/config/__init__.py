@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from drivetrain.config.flags import Flag, flags
+from drivetrain.config.handover import SETTINGS_VARIABLE, settings_from_text, settings_to_text
 from drivetrain.config.keys import did_you_mean, nearest
 from drivetrain.config.layers import (
     layer_from_code,
@@ -27,15 +28,15 @@ from drivetrain.config.process import (
     shared_settings,
     strategy_for,
 )
-from drivetrain.config.resolve import Resolved, flatten, resolve
-from drivetrain.config.resolved_file import is_resolved, read_resolved, write_resolved
-from drivetrain.config.section import Section, Setting, StrategySpec
+from drivetrain.config.resolve import Resolved, flatten, resolve, without_effect
+from drivetrain.config.section import Section, Setting, StrategySpec, Topology
 from drivetrain.config.sources import Layer, Source, Value
 
 if TYPE_CHECKING:
     from drivetrain.config.schema import CoreConfig as RunConfig
 
 __all__ = [
+    "SETTINGS_VARIABLE",
     "Flag",
     "Layer",
     "Resolved",
@@ -44,6 +45,7 @@ __all__ = [
     "Setting",
     "Source",
     "StrategySpec",
+    "Topology",
     "Value",
     "accelerator_problems",
     "check_accelerator",
@@ -51,20 +53,20 @@ __all__ = [
     "digest",
     "flags",
     "flatten",
-    "is_resolved",
     "layer_from_code",
     "layer_from_flags",
     "layer_from_mapping",
     "layer_from_variables",
     "nearest",
     "read_file",
-    "read_resolved",
     "resolve",
     "resolve_for_process",
     "rule_for",
+    "settings_from_text",
+    "settings_to_text",
     "shared_settings",
     "strategy_for",
-    "write_resolved",
+    "without_effect",
 ]
 
 

@@ -12,9 +12,8 @@ import re
 
 from drivetrain.config.keys import Key, did_you_mean
 from drivetrain.config.migrate import absent_value
-from drivetrain.config.sources import Value, show
+from drivetrain.config.sources import WORDS, Value, show
 
-_WORDS = {"true": True, "yes": True, "on": True, "1": True, "false": False, "no": False, "off": False, "0": False}
 _INTEGER = re.compile(r"[-+]?[0-9]{1,18}")
 
 
@@ -46,7 +45,7 @@ def coerce(key: Key, value: Value) -> object:
         case "float":
             return _float(raw)
         case "text":
-            return _text(raw)
+            return _text(_joined(raw) if key.setting.is_list else raw)
         case "choice":
             return _choice(raw, path=key.path, choices=key.choices)
 
@@ -54,7 +53,7 @@ def coerce(key: Key, value: Value) -> object:
 def _spelled(key: Key, text: str) -> object:
     """Return what a text means for this setting, or the text itself when it means nothing."""
     if key.kind == "bool":
-        return _WORDS.get(text.lower(), text)
+        return WORDS.get(text.lower(), text)
     if key.kind == "float":
         with contextlib.suppress(ValueError):
             return float(text)
@@ -90,6 +89,13 @@ def _text(raw: object) -> str:
     if isinstance(raw, int) and not isinstance(raw, bool):
         return str(raw)
     raise Unfit(f"{_named(raw)} is not text", hint="put it in quotes" if isinstance(raw, (bool, float)) else None)
+
+
+def _joined(raw: object) -> object:
+    """Return a list of texts or numbers as one text with commas, anything else as it is."""
+    if isinstance(raw, list) and raw and all(isinstance(item, str | int) for item in raw):
+        return ",".join(str(item) for item in raw)
+    return raw
 
 
 def _choice(raw: object, *, path: str, choices: tuple[str | int, ...]) -> str | int:

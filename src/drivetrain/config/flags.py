@@ -7,7 +7,9 @@ from functools import cache
 from typing import Literal
 
 from drivetrain.config.keys import Key, keys
+from drivetrain.config.section import StrategySpec
 from drivetrain.config.sources import show
+from drivetrain.registry import strategy_specs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,6 +26,7 @@ class Flag:
         help: one or more sentences.
         panel: heading on the help page.
         default_text: the default as text; empty when the help says what holds without it.
+        stands_for: the value of `path` that a flag without value gives; None for all others.
     """
 
     path: str
@@ -35,12 +38,29 @@ class Flag:
     help: str
     panel: str
     default_text: str
+    stands_for: str | None = None
 
 
 @cache
 def flags() -> tuple[Flag, ...]:
-    """Return a flag for every setting, in the order of the schema."""
-    return tuple(_flag(key) for key in keys().values())
+    """Return a flag for every setting, in the order of the schema, after those that choose a strategy."""
+    return (*(_chooser(spec) for spec in strategy_specs() if spec.flag), *(_flag(key) for key in keys().values()))
+
+
+def _chooser(spec: StrategySpec) -> Flag:
+    kind = spec.distributed_types[0]
+    return Flag(
+        path="distributed_type",
+        names=_spelled(str(spec.flag)),
+        aliases=(),
+        kind="bool",
+        metavar="",
+        choices=(),
+        help=f"Train with {spec.title}: short for `--distributed_type {kind}`.",
+        panel=spec.title,
+        default_text="",
+        stands_for=kind,
+    )
 
 
 def _flag(key: Key) -> Flag:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import types
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
@@ -82,6 +82,12 @@ def sections() -> Mapping[str, Mapping[str, Key]]:
 
 
 @cache
+def choosers() -> Mapping[str, str]:
+    """Return, by its name, each flag that chooses a strategy, with the `distributed_type` that it stands for."""
+    return {spec.flag: spec.distributed_types[0] for spec in strategy_specs() if spec.flag is not None}
+
+
+@cache
 def by_flat_name() -> Mapping[str, Key]:
     """Return every setting by its name outside files: `use_cpu`, `ddp_timeout`."""
     return {key.flat: key for key in keys().values()}
@@ -116,7 +122,7 @@ def _key(name: str, field: FieldInfo, *, section: str = "", prefix: str = "", pa
         choices=choices,
         default=field.default,
         help=" ".join((field.description or "").split()),
-        setting=setting if setting.panel else Setting(panel=panel, aliases=setting.aliases, shared=setting.shared),
+        setting=setting if setting.panel else replace(setting, panel=panel),
     )
 
 

@@ -11,10 +11,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from drivetrain.config.keys import VARIABLE_PREFIX, Key, by_flat_name, did_you_mean, keys, sections
-from drivetrain.config.migrate import RENAMED, Dropped, rule_for
-from drivetrain.config.section import Section
-from drivetrain.config.sources import DEFAULT, Entry, Layer, Source, SourceKind, Value, plain, show
+from drivetrain.config.keys import VARIABLE_PREFIX, Key, by_flat_name, choosers, did_you_mean, keys, sections
+from drivetrain.config.migrate import RENAMED, absent_key, rule_for
+from drivetrain.config.section import EMPTY, Dropped, Section
+from drivetrain.config.sources import WORDS, Entry, Layer, Source, SourceKind, Value, plain, show
 from drivetrain.errors import Problem
 
 if TYPE_CHECKING:
@@ -22,22 +22,21 @@ if TYPE_CHECKING:
 
 OWN_VARIABLES = frozenset(
     {
-        "DRIVETRAIN_ATTEMPT",
         "DRIVETRAIN_CONFIG_FILE",
-        "DRIVETRAIN_ERROR_FILE",
         "DRIVETRAIN_HOME",
         "DRIVETRAIN_RENDEZVOUS",
         "DRIVETRAIN_RUN_ID",
+        "DRIVETRAIN_SETTINGS",
     }
 )
 """Variables that drivetrain sets or reads and that are no settings."""
 
-RESOLVED_KEY = "resolved"
-"""Marks a file that `write_resolved` wrote; such a file can also be read as an ordinary one."""
+
+_NEITHER = "this is neither `true` nor `false`"
 
 
 def read_file(path: str | os.PathLike[str]) -> Layer:
-    """Return what a YAML or JSON file says; of one that `write_resolved` wrote, what is not a default.
+    """Return what a YAML or JSON file says.
 
     Raises:
         ConfigError: the file as a whole cannot be used. Unknown keys are left to `resolve`.
@@ -45,12 +44,7 @@ def read_file(path: str | os.PathLike[str]) -> Layer:
     # The YAML library loads only where a file is read.
     from drivetrain.config.reader import read_entries
 
-    entries = read_entries(path)
-    layer = _Placement(kind="file").place_all(entry for entry in entries if entry.key != RESOLVED_KEY)
-    record = next((plain(entry.value) for entry in entries if entry.key == RESOLVED_KEY), None)
-    if not isinstance(record, dict):
-        return layer
-    return replace(layer, by_path={key: value for key, value in layer.items() if record.get(key) != DEFAULT.as_list()})
+    return _Placement(kind="file").place_all(read_entries(path))
 
 
 def layer_from_mapping(mapping: Mapping[str, object], *, place: str) -> Layer:
@@ -77,10 +71,17 @@ def layer_from_variables(variables: Mapping[str, str]) -> Layer:
         if not name.startswith(VARIABLE_PREFIX) or name in OWN_VARIABLES or not text:
             continue
         source = Source(kind="environment", place=name)
+        plain_name = name.removeprefix(VARIABLE_PREFIX).lower()
         if key := table.get(name):
             values[key.path] = Value(raw=text, source=source, written=key.path)
+        elif kind := choosers().get(plain_name):
+            chosen = Value(raw=WORDS.get(text.strip().lower()), source=source, written=name)
+            if chosen.raw is None:
+                problems.append(_problem(replace(chosen, raw=text), _NEITHER, hint=None))
+            elif chosen.raw:
+                values["distributed_type"] = replace(chosen, raw=kind)
         else:
-            rule = rule_for(name.removeprefix(VARIABLE_PREFIX).lower())
+            rule = rule_for(plain_name)
             message = rule.reason if rule else "no setting has this name"
             hint = rule.hint if rule else did_you_mean(name, table)
             problems.append(Problem(path=name, value=show(text), source="environment", message=message, hint=hint))
@@ -91,8 +92,16 @@ def layer_from_flags(pairs: Sequence[tuple[Flag, str, str]]) -> Layer:
     """Return what typed flags say: each with its flag, the spelling that was typed, and the text after it."""
     values: dict[str, Value] = {}
     problems: list[Problem] = []
-    for flag, spelling, text in pairs:
-        value = Value(raw=text, source=Source(kind="flag", place=spelling), written=flag.path)
+    for flag, spelling, typed in pairs:
+        value = Value(raw=typed, source=Source(kind="flag", place=spelling), written=flag.path)
+        if flag.stands_for is not None:
+            meant = WORDS.get(typed.strip().lower())
+            if meant is None:
+                problems.append(_problem(value, _NEITHER, hint=None))
+            if not meant:
+                continue
+            value = replace(value, raw=flag.stands_for)
+        text = value.raw
         earlier = values.setdefault(flag.path, value)
         if earlier.raw != text:
             message = f"{earlier.source} says {show(earlier.raw)}"
@@ -123,6 +132,8 @@ class _Placement:
             self._place_section(entry)
         elif key := sections()[""].get(entry.key):
             self._add(key.path, self._value(entry))
+        elif entry.key in choosers():
+            self._choose(entry)
         elif self._kind == "file" and entry.key in RENAMED:
             self._rename(entry)
         elif rule := rule_for(entry.key):
@@ -141,9 +152,19 @@ class _Placement:
             written = f"{entry.key}.{inner.key}"
             if key := table.get(inner.key):
                 self._add(key.path, self._value(inner, written=written))
+            elif rule := absent_key(entry.key, inner.key):
+                self._drop(inner, rule, written=written)
             else:
                 hint = did_you_mean(inner.key, _like(inner.key, table))
                 self._refuse(inner, written, f"`{entry.key}` has no key `{inner.key}`", hint=hint)
+
+    def _choose(self, entry: Entry) -> None:
+        raw = plain(entry.value)
+        meant = WORDS.get(raw.strip().lower()) if isinstance(raw, str) else raw
+        if meant is True:
+            self._add("distributed_type", replace(self._value(entry), raw=choosers()[entry.key]))
+        elif meant not in EMPTY:
+            self._refuse(entry, entry.key, _NEITHER, hint=None)
 
     def _rename(self, entry: Entry) -> None:
         rule = RENAMED[entry.key]
@@ -154,9 +175,9 @@ class _Placement:
         self._add(rule.path, replace(old, raw=raw), shown=old)
         self._notes.append(f"{entry.place}: `{entry.key}: {show(old.raw)}` is read as `{rule.path}: {show(raw)}`")
 
-    def _drop(self, entry: Entry, rule: Dropped) -> None:
+    def _drop(self, entry: Entry, rule: Dropped, *, written: str | None = None) -> None:
         if not rule.accepts(plain(entry.value)):
-            self._refuse(entry, entry.key, rule.reason, hint=rule.hint)
+            self._refuse(entry, written or entry.key, rule.reason, hint=rule.hint)
 
     def _add(self, path: str, value: Value, *, shown: Value | None = None) -> None:
         if value.raw is None:

@@ -11,12 +11,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
-_EMPTY: tuple[object, ...] = (None, False, "", "no", "NO", (), [], {})
+from drivetrain.config.section import EMPTY, Dropped
+from drivetrain.registry import strategy_specs
 
 _COMPILE = "compile the model with `torch.compile` in the script instead"
 _DEEPSPEED = "DeepSpeed is not there yet"
 _FP8 = "fp8 is not there yet"
-_FSDP = "FSDP is not there yet"
 _IPEX = "Intel's extension for PyTorch is not supported"
 _LOADER = "this choice of the data loader is not there yet"
 _MEGATRON = "Megatron-LM is not there yet"
@@ -24,27 +24,6 @@ _MPI = "start `mpirun` yourself: its variables are understood"
 _PARALLELISM = "parallelism other than over data is not there yet"
 _TPU = "TPU pods are not supported"
 _TRACKERS = "trackers are not there yet: log in the script where `accelerator.is_main_process`"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Dropped:
-    """The key is without use here.
-
-    Args:
-        reason: why a value that says something is refused, or what does the same here.
-        neutral: values that say nothing; a mapping of empty values says nothing either.
-        hint: the fix, where the reason does not hold it.
-    """
-
-    reason: str
-    neutral: tuple[object, ...] = _EMPTY
-    hint: str | None = "leave it out"
-
-    def accepts(self, value: object) -> bool:
-        """Return whether the value says nothing."""
-        if isinstance(value, dict):
-            return all(inner in _EMPTY for inner in value.values())
-        return value in self.neutral
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,7 +48,7 @@ def _here(what: str) -> Dropped:
 
 
 def _instead(reason: str, *neutral: object) -> Dropped:
-    return Dropped(reason=reason, neutral=neutral or _EMPTY)
+    return Dropped(reason=reason, neutral=neutral or EMPTY)
 
 
 RENAMED: Mapping[str, Renamed] = MappingProxyType(
@@ -101,7 +80,7 @@ DROPPED: Mapping[str, Dropped] = MappingProxyType(
         ),
         "log_with": _instead(_TRACKERS),
         "logging_dir": _instead(_TRACKERS),
-        "main_training_function": _instead("the script runs as a whole", *_EMPTY, "main"),
+        "main_training_function": _instead("the script runs as a whole", *EMPTY, "main"),
         "master_addr": _here("`main_process_ip`"),
         "master_port": _here("`main_process_port`"),
         "module": _here("`-m`, before the name of the module"),
@@ -125,7 +104,7 @@ DROPPED: Mapping[str, Dropped] = MappingProxyType(
         ),
         "step_scheduler_with_optimizer": _instead("a prepared scheduler steps with its optimizer", None, True),
         "tee": _here("`log_dir`"),
-        "use_seedable_sampler": _instead("the order of the data follows `seed`", *_EMPTY, True),
+        "use_seedable_sampler": _instead("the order of the data follows `seed`", *EMPTY, True),
         "use_stateful_dataloader": _instead(_LOADER),
         "use_xpu": _instead(_IPEX),
         "vm": _instead(_TPU),
@@ -138,13 +117,11 @@ _FAMILIES: Mapping[str, Dropped] = MappingProxyType(
         "deepspeed_": _instead(_DEEPSPEED),
         "dynamo_": _instead(_COMPILE),
         "fp8_": _instead(_FP8),
-        "fsdp_": _instead(_FSDP),
         "megatron_lm_": _instead(_MEGATRON),
         "mpirun_": _instead(_MPI),
         "parallelism_config": _instead(_PARALLELISM),
         "tpu_": _instead(_TPU),
         "use_deepspeed": _instead(_DEEPSPEED),
-        "use_fsdp": _instead(_FSDP),
         "use_megatron_lm": _instead(_MEGATRON),
         "use_mpirun": _instead(_MPI),
         "use_parallelism_config": _instead(_PARALLELISM),
@@ -157,7 +134,6 @@ _ABSENT_VALUES: Mapping[tuple[str, str], str] = MappingProxyType(
     {
         ("compute_environment", "AMAZON_SAGEMAKER"): "SageMaker is not supported",
         ("distributed_type", "DEEPSPEED"): _DEEPSPEED,
-        ("distributed_type", "FSDP"): _FSDP,
         ("distributed_type", "MEGATRON_LM"): _MEGATRON,
         **{
             ("distributed_type", f"MULTI_{kind}"): f"{kind} devices are not supported"
@@ -170,14 +146,30 @@ _ABSENT_VALUES: Mapping[tuple[str, str], str] = MappingProxyType(
 
 
 def rule_for(name: str) -> Dropped | None:
-    """Return the rule for a name that Accelerate or torchrun has and drivetrain has not; None for any other."""
+    """Return the rule for a name that Accelerate or torchrun has and drivetrain has not; None for any other.
+
+    Args:
+        name: as it stands at the top of a file, or behind the dashes of a flag.
+    """
     if name in DROPPED:
         return DROPPED[name]
     if name in RENAMED:
         return _here(f"`{RENAMED[name].path}`")
+    for spec in strategy_specs():
+        if spec.section is not None and name.startswith(spec.flag_prefix):
+            return absent_key(spec.section, name)
     return next((rule for prefix, rule in _FAMILIES.items() if name.startswith(prefix)), None)
 
 
 def absent_value(path: str, value: object) -> str | None:
     """Return the sentence about a value of a setting that exists in Accelerate only; None for any other."""
     return _ABSENT_VALUES.get((path, str(value).upper())) or _ABSENT_VALUES.get((path, str(value).lower()))
+
+
+def absent_key(section: str, name: str) -> Dropped | None:
+    """Return the rule for a key of a section that its strategy does not have; None for any other."""
+    found: dict[str, Dropped] = {}
+    for spec in strategy_specs():
+        if spec.section == section:
+            found = {**spec.absent, **{spec.flag_prefix + key: rule for key, rule in spec.absent.items()}}
+    return found.get(name)

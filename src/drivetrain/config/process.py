@@ -8,10 +8,10 @@ import os
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 
+from drivetrain.config.handover import SETTINGS_VARIABLE, settings_from_text
 from drivetrain.config.keys import keys
 from drivetrain.config.layers import layer_from_code, layer_from_mapping, layer_from_variables, read_file
 from drivetrain.config.resolve import Resolved, flatten, resolve
-from drivetrain.config.resolved_file import is_resolved, read_resolved
 from drivetrain.config.schema import CoreConfig
 from drivetrain.config.section import StrategySpec
 from drivetrain.config.sources import Layer, Source
@@ -33,11 +33,11 @@ def resolve_for_process(
     """Return the settings of a process that runs already.
 
     Args:
-        config_file: what `DRIVETRAIN_CONFIG_FILE` names: a resolved file, which replaces the variables too, or an
-            ordinary one.
-        variables: `DRIVETRAIN_*` of this process; not read when there is a resolved file.
+        config_file: what `DRIVETRAIN_CONFIG_FILE` names.
+        variables: `DRIVETRAIN_*` of this process. What `launch` handed over replaces the others and the file: it has
+            read them.
         code: arguments of the call, None for those not given.
-        config: takes the place of the file; flags and variables that a resolved file holds stay.
+        config: takes the place of the file; flags and variables that `launch` has read stay.
         world_size: number of ranks.
         world_source: what says so.
 
@@ -47,14 +47,15 @@ def resolve_for_process(
     layers = [layer_from_code(code)]
     if config is not None:
         layers.append(_layer_from_config(config))
-    if config_file is not None and is_resolved(config_file):
-        launched = read_resolved(config_file)
+    if SETTINGS_VARIABLE in variables:
+        launched = settings_from_text(variables[SETTINGS_VARIABLE])
         layers.append(launched if config is None else _without_files(launched))
-    else:
-        layers.append(layer_from_variables(variables))
-        if config_file is not None and config is None:
-            layers.append(read_file(config_file))
-    return resolve(layers, world_size=world_size, world_source=world_source)
+        return resolve(layers, world_size=world_size, world_source=world_source)
+    layers.append(layer_from_variables(variables))
+    if config_file is not None and config is None:
+        layers.append(read_file(config_file))
+    resolved = resolve(layers, world_size=world_size, world_source=world_source)
+    return replace(resolved, notes=(*resolved.notes, *_for_the_launcher(resolved)))
 
 
 def shared_settings(config: CoreConfig) -> dict[str, object]:
@@ -129,6 +130,12 @@ def _layer_from_config(config: str | os.PathLike[str] | Mapping[str, object] | C
         message = f"expected a path, a mapping or a RunConfig, not a {type(given).__name__}"
         raise ConfigError([Problem(path="", source=_CONFIG_ARGUMENT, message=message)])
     return read_file(given)
+
+
+def _for_the_launcher(resolved: Resolved) -> Iterator[str]:
+    for path, source in resolved.sources.items():
+        if source.kind == "environment" and not keys()[path].setting.shared:
+            yield f"{source} has no effect: only `drivetrain launch` reads it, and it did not start this process"
 
 
 def _without_files(layer: Layer) -> Layer:

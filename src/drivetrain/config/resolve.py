@@ -16,8 +16,10 @@ from drivetrain.config import rules
 from drivetrain.config.coerce import Unfit, coerce
 from drivetrain.config.keys import keys
 from drivetrain.config.schema import CoreConfig, run_config
+from drivetrain.config.section import Topology
 from drivetrain.config.sources import DEFAULT, PRECEDENCE, Layer, Source, Value, show
 from drivetrain.errors import ConfigError, Problem
+from drivetrain.registry import strategy_specs
 
 _QUOTED = re.compile(r"`([a-z0-9_.]+)`")
 
@@ -65,6 +67,7 @@ def resolve(
     """
     known = [layer if isinstance(layer, Layer) else Layer(by_path=layer) for layer in layers]
     merged = _merge(known)
+    _choose_by_section(merged)
     validation = _Validation({path: candidates[0] for path, candidates in merged.items()})
     problems = [problem for layer in known for problem in layer.problems]
     problems += validation.run(rules.World(size=world_size, source=world_source))
@@ -74,6 +77,32 @@ def resolve(
     notes = [note for layer in known for note in layer.notes]
     notes += _overruled(merged)
     return Resolved(config=validation.config, sources=sources, notes=tuple(dict.fromkeys(notes)))
+
+
+def without_effect(resolved: Resolved, *, topology: Topology) -> Iterator[str]:
+    """Yield a sentence for each setting in a file or a variable that changes nothing on this topology.
+
+    Neutral values are passed over: what is written for everybody, whether it is used or not.
+
+    Raises:
+        ConfigError: flags change nothing; whoever types one expects something of it.
+    """
+    plain = flatten(resolved.config)
+    typed: list[Problem] = []
+    for path, source in resolved.sources.items():
+        setting, value = keys()[path].setting, plain[path]
+        reason = setting.idle(topology)
+        if reason is None or source.kind == "default" or value in (keys()[path].default, *setting.neutral):
+            continue
+        message = f"has no effect: {reason}"
+        if source.kind == "flag":
+            typed.append(
+                Problem(path=path, value=show(value), source=str(source), message=message, hint="leave it out")
+            )
+        else:
+            yield f"`{path}: {show(value)}` ({source}) {message}"
+    if typed:
+        raise ConfigError(typed)
 
 
 def flatten(config: CoreConfig) -> dict[str, object]:
@@ -95,6 +124,17 @@ def _merge(layers: Iterable[Layer]) -> dict[str, list[Value]]:
     for candidates in merged.values():
         candidates.sort(key=lambda value: PRECEDENCE.index(value.source.kind), reverse=True)
     return merged
+
+
+def _choose_by_section(merged: dict[str, list[Value]]) -> None:
+    """Let the section of a strategy choose it, where nothing else is said and it can be chosen by name."""
+    if "distributed_type" in merged:
+        return
+    for spec in strategy_specs():
+        if spec.flag is not None and (paths := [path for path in merged if path.startswith(f"{spec.section}.")]):
+            first = merged[paths[0]][0]
+            merged["distributed_type"] = [replace(first, raw=spec.distributed_types[0])]
+            return
 
 
 def _overruled(merged: Mapping[str, list[Value]]) -> Iterator[str]:

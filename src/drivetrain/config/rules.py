@@ -78,10 +78,11 @@ def _world_has_the_size_asked_for(config: CoreConfig, world: World) -> Iterator[
 
 
 def _cpu_has_no_devices(config: CoreConfig, _world: World) -> Iterator[Problem]:
-    if config.use_cpu and config.gpu_ids not in (None, "all"):
+    if config.wants_cpu and config.names_devices:
+        key = "use_cpu" if config.use_cpu else "distributed_type"
         yield Problem(
             path="gpu_ids",
-            message="this picks devices, and `use_cpu` forbids them",
+            message=f"this picks devices, and `{key}` forbids them",
             hint="leave one of the two out",
         )
 

@@ -6,13 +6,14 @@ the values of `distributed_type` that they serve; `drivetrain.config.RunConfig` 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from copy import copy
 from functools import cache
 from typing import Annotated, Any, Literal, Self, TypeVar
 
 from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, create_model, field_validator
 
-from drivetrain.config.section import Section, Setting
+from drivetrain.config.section import Section, Setting, Topology
 from drivetrain.registry import strategy_specs
 
 _HARDWARE = "Hardware and precision"
@@ -22,6 +23,18 @@ _TRAINING = "Training"
 _DATA = "Data"
 
 SectionT = TypeVar("SectionT", bound=Section)
+
+
+def _idle(reason: str, *, when: Callable[[Topology], bool]) -> Callable[[Topology], str | None]:
+    return lambda topology: reason if when(topology) else None
+
+
+_ON_CPU = _idle("this run is on the CPU", when=lambda topology: topology.is_on_cpu)
+_ON_ONE_MACHINE = _idle("this run is on a single machine", when=lambda topology: topology.num_machines == 1)
+_ALWAYS = _idle("machines find each other by address, within one network or across several", when=lambda _: True)
+_WITHOUT_LAUNCHER = _idle(
+    "this run is a single process, which takes the launcher's place", when=lambda topology: not topology.keeps_launcher
+)
 
 
 class CoreConfig(Section):
@@ -36,7 +49,9 @@ class CoreConfig(Section):
     mixed_precision: Annotated[Literal["no", "fp16", "bf16"], Setting(panel=_HARDWARE)] = "no"
     """Type of the forward and backward computation. Parameters and optimizer state stay in fp32."""
 
-    gpu_ids: Annotated[str | None, Setting(panel=_HARDWARE, shared=False)] = Field(default=None, min_length=1)
+    gpu_ids: Annotated[
+        str | None, Setting(panel=_HARDWARE, is_list=True, shared=False, idle=_ON_CPU, neutral=("all",))
+    ] = Field(default=None, min_length=1)
     """Devices of this machine to use, such as `0,1`, or `all`. Unset: all that are visible."""
 
     distributed_type: Annotated[str | None, Setting(panel=_PROCESSES)] = None
@@ -48,10 +63,12 @@ class CoreConfig(Section):
     num_machines: Annotated[PositiveInt, Setting(panel=_PROCESSES, shared=False)] = 1
     """Number of machines that take part."""
 
-    machine_rank: Annotated[NonNegativeInt, Setting(panel=_PROCESSES, shared=False)] = 0
+    machine_rank: Annotated[NonNegativeInt, Setting(panel=_PROCESSES, shared=False, idle=_ON_ONE_MACHINE)] = 0
     """Rank of this machine, from 0."""
 
-    main_process_ip: Annotated[str | None, Setting(panel=_PROCESSES, shared=False)] = Field(default=None, min_length=1)
+    main_process_ip: Annotated[str | None, Setting(panel=_PROCESSES, shared=False, idle=_ON_ONE_MACHINE)] = Field(
+        default=None, min_length=1
+    )
     """Address of the machine with rank 0, as the others reach it. Needed with several machines."""
 
     main_process_port: Annotated[int | None, Setting(panel=_PROCESSES, shared=False)] = Field(
@@ -59,19 +76,24 @@ class CoreConfig(Section):
     )
     """Port on the machine with rank 0. Unset or 0: a free one, on a single machine."""
 
-    same_network: Annotated[bool, Setting(panel=_PROCESSES, shared=False)] = True
-    """Whether all machines are in one local network."""
+    same_network: Annotated[bool, Setting(panel=_PROCESSES, shared=False, idle=_ALWAYS, neutral=(False,))] = True
+    """Whether all machines are in one local network. Kept for files of Accelerate; makes no difference here."""
 
-    rdzv_backend: Annotated[Literal["static", "c10d"] | None, Setting(panel=_PROCESSES, shared=False)] = None
+    rdzv_backend: Annotated[
+        Literal["static", "c10d"] | None,
+        Setting(panel=_PROCESSES, shared=False, idle=_ON_ONE_MACHINE, neutral=("static",)),
+    ] = None
     """How machines find each other. Unset: chosen by the launcher."""
 
     max_restarts: Annotated[NonNegativeInt, Setting(panel=_LAUNCH, shared=False)] = 0
     """How often all processes are started again after one of them failed."""
 
-    monitor_interval: Annotated[PositiveFloat, Setting(panel=_LAUNCH, shared=False)] = 0.1
+    monitor_interval: Annotated[PositiveFloat, Setting(panel=_LAUNCH, shared=False, idle=_WITHOUT_LAUNCHER)] = 0.1
     """Seconds between two looks at the processes."""
 
-    start_method: Annotated[Literal["fork", "spawn"] | None, Setting(panel=_LAUNCH, shared=False)] = None
+    start_method: Annotated[
+        Literal["fork", "spawn"] | None, Setting(panel=_LAUNCH, shared=False, idle=_WITHOUT_LAUNCHER)
+    ] = None
     """How processes are started. Unset: `fork` after torch was imported once on Linux, `spawn` on macOS."""
 
     num_cpu_threads_per_process: Annotated[PositiveInt | None, Setting(panel=_LAUNCH, shared=False)] = None
@@ -110,6 +132,11 @@ class CoreConfig(Section):
     def wants_cpu(self) -> bool:
         """Whether the run must stay on the CPU, by `use_cpu` or by its distributed type."""
         return self.use_cpu or self.distributed_type == "MULTI_CPU"
+
+    @property
+    def names_devices(self) -> bool:
+        """Whether `gpu_ids` picks devices, rather than leaving the choice open."""
+        return self.gpu_ids is not None and self.gpu_ids.lower() != "all"
 
     def section(self, settings: type[SectionT], /) -> SectionT:
         """Return the section that is described by this settings model."""

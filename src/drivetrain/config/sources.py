@@ -31,10 +31,6 @@ class Source:
     def __str__(self) -> str:
         return _PREFIX.get(self.kind, "") + self.place if self.place else self.kind
 
-    def as_list(self) -> list[str]:
-        """Return the source in a form that JSON holds."""
-        return [self.kind, self.place]
-
 
 DEFAULT = Source(kind="default")
 
@@ -98,6 +94,10 @@ def plain(value: object) -> object:
     if isinstance(value, tuple):
         return {entry.key: plain(entry.value) for entry in value}
     return value
+
+
+WORDS = {"true": True, "yes": True, "on": True, "1": True, "false": False, "no": False, "off": False, "0": False}
+"""What a text means where true or false is asked for."""
 
 
 def show(raw: object) -> str:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import weakref
 from typing import Protocol
 
+from drivetrain.errors import PrepareError
 from drivetrain.window import Batch
 
 
@@ -39,6 +40,9 @@ class Drivers:
 
     def __init__(self) -> None:
         self._open: list[tuple[int, weakref.ref[Iteration]]] = []
+        # What runs inside the loop of another run, from beginning to end, is not driven by that loop.
+        self._around = weakref.WeakSet(one for other in _ALL if (one := other._innermost(trains=True)) is not None)
+        _ALL.add(self)
 
     def depth(self) -> int:
         """Return how deep a pass that begins now is nested: one more than those that have yielded already."""
@@ -59,7 +63,16 @@ class Drivers:
 
         Args:
             trains: pass over those whose batch was yielded without gradients.
+
+        Raises:
+            PrepareError: none is open here, and one that trains is open over a loader of another accelerator.
         """
+        best = self._innermost(trains=trains)
+        if best is None and trains and len(_ALL) > 1:
+            self._refuse_other_loops()
+        return best
+
+    def _innermost(self, *, trains: bool) -> Iteration | None:
         best: Iteration | None = None
         best_depth = -1
         for depth, ref in self._open:
@@ -68,5 +81,18 @@ class Drivers:
                 best, best_depth = iteration, depth
         return best
 
+    def _refuse_other_loops(self) -> None:
+        for other in _ALL:
+            iteration = other._innermost(trains=True)
+            if iteration is not None and other is not self and iteration not in self._around:
+                raise PrepareError(
+                    "the batches of this loop come from a loader that another Accelerator has prepared, so this one "
+                    "sees neither their rows nor the end of the epoch",
+                    hint="prepare the loader with the Accelerator that trains on it, and keep one per training",
+                )
+
     def _drop_dead(self) -> None:
         self._open = [(depth, ref) for depth, ref in self._open if ref() is not None]
+
+
+_ALL: weakref.WeakSet[Drivers] = weakref.WeakSet()  # of this process: one for each accelerator that is still there

@@ -20,6 +20,7 @@ from torch.distributed.elastic.agent.server.api import (
 )
 from torch.distributed.elastic.rendezvous import RendezvousHandler
 
+from drivetrain.config import settings_to_text
 from drivetrain.launch.failures import Ending, first_failure
 from drivetrain.launch.planning import LaunchPlan, Seat, rank_variables
 from drivetrain.launch.ranks import RankGroup
@@ -34,8 +35,6 @@ class RankAgent(SimpleElasticAgent):
     """The agent of this machine.
 
     Args:
-        folder: for the ranks' error records.
-        config_file: the resolved settings.
         on_failure: is told how every rank of a failed attempt ended and how many restarts are left.
     """
 
@@ -44,8 +43,6 @@ class RankAgent(SimpleElasticAgent):
         plan: LaunchPlan,
         *,
         rendezvous: RendezvousHandler,
-        folder: str,
-        config_file: str,
         on_failure: Callable[[Sequence[Ending], int], None],
     ) -> None:
         spec = WorkerSpec(
@@ -59,8 +56,6 @@ class RankAgent(SimpleElasticAgent):
         )
         super().__init__(spec, exit_barrier_timeout=_EXIT_BARRIER_SECONDS)
         self._plan = plan
-        self._folder = folder
-        self._config_file = config_file
         self._on_failure = on_failure
         self._ranks: RankGroup | None = None
 
@@ -94,7 +89,6 @@ class RankAgent(SimpleElasticAgent):
         attempt = self._plan.max_restarts - self._remaining_restarts
         group_rank: int | None = worker_group.group_rank
         assert group_rank is not None
-        error_file = os.path.join(self._folder, f"error-{local_rank}-{attempt}.json")
         seat = Seat(
             local_rank=local_rank,
             machine_rank=group_rank,
@@ -103,8 +97,7 @@ class RankAgent(SimpleElasticAgent):
             run_id=worker_group.spec.rdzv_handler.get_run_id(),
             attempt=attempt,
             launcher_holds_store=worker_group.spec.rdzv_handler.use_agent_store,
-            config_file=self._config_file,
-            error_file=error_file,
+            settings=settings_to_text(self._plan.resolved),
         )
         variables = rank_variables(self._plan, seat)
         return Order(
@@ -113,7 +106,6 @@ class RankAgent(SimpleElasticAgent):
             variables=variables,
             threads=self._plan.threads.value,
             launcher_pid=os.getpid(),
-            error_file=error_file,
             log_file=self._log_file(variables["RANK"]),
         )
 

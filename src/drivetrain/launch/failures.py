@@ -1,14 +1,13 @@
 """How ranks ended, which of them failed first, and what the user reads about it.
 
-Two ideas. A *record* is written by a rank that raises, with a time in nanoseconds: it survives whatever happens to the
-process afterwards. An *ending* is what the launcher saw of a rank: its record, its exit code and when it was gone.
+Two ideas. A *record* is what a rank that raises leaves, with a time in nanoseconds: it survives whatever happens to
+the process afterwards. An *ending* is what the launcher saw of a rank: its record, its exit code and when it was gone.
 `first_failure` picks the cause from the endings by rule, because order of arrival alone names the wrong rank: when one
 rank dies, the others fail too, in the collective where they waited for it.
 """
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import signal
@@ -16,7 +15,7 @@ import time
 import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from types import TracebackType
 
 from drivetrain.errors import RankMismatchError
@@ -101,9 +100,16 @@ def record_of(error: BaseException, *, rank: int) -> Record:
         text=_text_of(error)[:_TEXT_LIMIT],
         place=_place(error, trace),
         traceback="".join(traceback.format_exception(kind, error, trace)),
-        # An error that says where all ranks were is the cause, though a lost connection brought it up.
-        lost_peer=not isinstance(error, RankMismatchError) and any(_is_lost_peer(link) for link in _chain(error)),
+        lost_peer=is_echo(error),
     )
+
+
+def is_echo(error: BaseException) -> bool:
+    """Return whether an exception says only that the process at the other end is gone.
+
+    An error that says where all ranks were is a cause, though a lost connection brought it up.
+    """
+    return not isinstance(error, RankMismatchError) and any(_is_lost_peer(link) for link in _chain(error))
 
 
 def script_traceback(error: BaseException) -> TracebackType | None:
@@ -124,23 +130,6 @@ def script_stack(crash: str) -> str:
         if not in_launcher and not line.startswith("Extension modules:"):
             kept.append(line)
     return "\n".join(kept).strip()
-
-
-def write_record(record: Record, path: str) -> None:
-    """Write a record so that a reader finds all of it or nothing."""
-    draft = f"{path}.draft"
-    with open(draft, "w", encoding="utf-8", errors="backslashreplace") as stream:
-        json.dump(asdict(record), stream)
-    os.replace(draft, path)
-
-
-def read_record(path: str) -> Record | None:
-    """Return the record at `path`, or None when the rank wrote none."""
-    try:
-        with open(path, encoding="utf-8") as stream:
-            return Record(**json.load(stream))
-    except FileNotFoundError:
-        return None
 
 
 def first_failure(endings: Sequence[Ending]) -> Ending | None:

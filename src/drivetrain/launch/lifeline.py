@@ -19,6 +19,15 @@ _PR_SET_PDEATHSIG = 1
 _POLL_SECONDS = 1.0
 
 
+def end_with(parent_pid: int) -> None:
+    """Make this process end with its parent, and leave what it forks alone.
+
+    Args:
+        parent_pid: who the parent is meant to be; when it has gone already, this process ends at once.
+    """
+    _Lifeline().tie(parent_pid, forked_by_main_thread=True)
+
+
 def tie_to_parent(parent_pid: int) -> None:
     """Make this process end with its parent, and every process that it forks from now on end with it.
 

@@ -13,6 +13,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from drivetrain.cluster import environ
+
 _NO_DEVICE = ("", "-1", "none", "void", "nodevfiles")
 
 
@@ -53,7 +55,7 @@ class Machine:
 
 def inspect_machine() -> Machine:
     """Return the facts about this machine and this process; takes about a millisecond."""
-    variables = dict(os.environ)
+    variables = environ.variables()
     return Machine(
         cpus=usable_cpus(root=Path("/")),
         devices=find_devices(variables, root=Path("/"), build=torch_build()),

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from drivetrain.config import Resolved, RunConfig, accelerator_problems
+from drivetrain.config import SETTINGS_VARIABLE, Resolved, RunConfig, Topology, accelerator_problems, without_effect
 from drivetrain.errors import ConfigError, Problem
 from drivetrain.launch.machine import Devices, Machine, count_visible
 from drivetrain.launch.script import Script
@@ -28,10 +28,10 @@ class LaunchPlan:
     """One launch on one machine.
 
     Args:
-        resolved: the settings, which every rank gets as one file.
+        resolved: the settings, which every rank gets as one text.
         local_world_size: ranks on this machine.
         start_method: `exec` replaces the launcher by the script; the others keep it as the parent of the ranks.
-        rendezvous: how machines find each other.
+        rendezvous: how machines find each other; a single one has nothing to find.
         master_addr: address of the first machine.
         master_port: where the ranks meet; None takes a free port.
         max_restarts: how often all ranks are started again after one failed.
@@ -64,6 +64,20 @@ class LaunchPlan:
         """Ranks on all machines."""
         return self.num_machines * self.local_world_size
 
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        """A sentence for each setting that somebody set and that changes nothing in this launch.
+
+        Raises:
+            ConfigError: such a setting was typed as a flag.
+        """
+        topology = Topology(
+            num_machines=self.num_machines,
+            is_on_cpu=self.devices.value == 0,
+            keeps_launcher=self.start_method != "exec",
+        )
+        return tuple(without_effect(self.resolved, topology=topology))
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Seat:
@@ -72,8 +86,7 @@ class Seat:
     Args:
         attempt: 0, and one more after each restart.
         launcher_holds_store: whether the launcher serves the store at the master's address, rather than rank 0.
-        config_file: the resolved settings.
-        error_file: where the rank records its failure; None when nobody would read it.
+        settings: the resolved ones, as text.
     """
 
     local_rank: int
@@ -83,8 +96,7 @@ class Seat:
     run_id: str
     attempt: int
     launcher_holds_store: bool
-    config_file: str
-    error_file: str | None
+    settings: str
 
 
 def plan(resolved: Resolved, *, script: Script, machine: Machine) -> LaunchPlan:
@@ -107,7 +119,7 @@ def plan(resolved: Resolved, *, script: Script, machine: Machine) -> LaunchPlan:
         machine_rank=config.machine_rank,
         local_world_size=local_world_size,
         start_method=_start_method(config, local_world_size, machine.platform),
-        rendezvous=config.rdzv_backend or "static",
+        rendezvous=config.rdzv_backend if config.rdzv_backend and config.num_machines > 1 else "static",
         master_addr=config.main_process_ip if config.main_process_ip and config.num_machines > 1 else LOCALHOST,
         master_port=config.main_process_port,
         max_restarts=config.max_restarts,
@@ -141,21 +153,16 @@ def rank_variables(plan: LaunchPlan, seat: Seat) -> dict[str, str]:
         "OMP_NUM_THREADS": str(plan.threads.value),
         **plan.visible_devices,
         "DRIVETRAIN_RUN_ID": seat.run_id,
-        "DRIVETRAIN_CONFIG_FILE": seat.config_file,
-        **({} if seat.error_file is None else {"DRIVETRAIN_ERROR_FILE": seat.error_file}),
+        SETTINGS_VARIABLE: seat.settings,
     }
 
 
 def _usable_devices(config: RunConfig, devices: Devices) -> Reasoned:
     if config.wants_cpu:
         return Reasoned(value=0, reason="`use_cpu`" if config.use_cpu else f"`{config.distributed_type}`")
-    if _names_devices(config):
+    if config.names_devices:
         return Reasoned(value=count_visible(str(config.gpu_ids)), reason=f"`gpu_ids` {config.gpu_ids}")
     return Reasoned(value=devices.visible, reason=devices.reason)
-
-
-def _names_devices(config: RunConfig) -> bool:
-    return config.gpu_ids is not None and config.gpu_ids.lower() != "all"
 
 
 def _local_world_size(config: RunConfig, devices: Reasoned) -> int:
@@ -165,7 +172,7 @@ def _local_world_size(config: RunConfig, devices: Reasoned) -> int:
 
 
 def _problems(config: RunConfig, found: Devices, devices: Reasoned, local_world_size: int) -> Iterator[Problem]:
-    if _names_devices(config) and not config.wants_cpu:
+    if config.names_devices and not config.wants_cpu:
         missing = [name for name in _device_numbers(str(config.gpu_ids)) if name >= found.present]
         if missing or found.present == 0:
             there = f"0 to {found.present - 1}" if found.present else found.reason
@@ -209,6 +216,6 @@ def _threads(config: RunConfig, machine: Machine, local_world_size: int) -> Reas
 
 
 def _visible_devices(config: RunConfig, found: Devices, devices: Reasoned) -> dict[str, str]:
-    if _names_devices(config) and not config.wants_cpu and found.variable and devices.value:
+    if config.names_devices and not config.wants_cpu and found.variable and devices.value:
         return {found.variable: str(config.gpu_ids)}
     return {}

@@ -14,11 +14,12 @@ import sys
 import time
 import warnings
 from collections.abc import Iterable, Sequence
-from pathlib import Path
 from typing import Literal
 
+from drivetrain.cluster.environ import variables
 from drivetrain.launch import worker
-from drivetrain.launch.failures import Ending, read_record, script_stack
+from drivetrain.launch.failures import Ending, script_stack
+from drivetrain.launch.last_words import LastWords
 from drivetrain.launch.signals import SignalWatch
 from drivetrain.launch.worker import HANDLED_SIGNALS, Order
 
@@ -35,7 +36,8 @@ class RankGroup:
     """
 
     def __init__(self, orders: Sequence[Order], *, start_method: Literal["fork", "spawn"]) -> None:
-        self._orders = {order.rank: order for order in orders}
+        self._ranks = [order.rank for order in orders]
+        self._last_words = {rank: LastWords.open() for rank in self._ranks}
         self._exits: dict[int, tuple[int, int]] = {}
         self._descriptors: dict[int, int] = {}
         self._pids: dict[int, int] = {}
@@ -47,8 +49,8 @@ class RankGroup:
         if signal.getsignal(signal.SIGCHLD) is signal.SIG_IGN:
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # else the exit codes of the ranks are thrown away
         try:
-            for rank, order in self._orders.items():
-                self._pids[rank] = start(order)
+            for order in orders:
+                self._pids[order.rank] = start(order, self._last_words[order.rank])
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
         self._open_descriptors()
@@ -72,12 +74,18 @@ class RankGroup:
         return self._is_decided()
 
     def settle(self) -> list[Ending]:
-        """Give the echoes of a failure their time, stop all ranks that are left, and return how each one ended."""
+        """Give the echoes of a failure their time, stop all ranks that are left, and return how each one ended.
+
+        The last thing to be asked of them.
+        """
         if self._any_failed():
             self._wait_for_all(SETTLE_SECONDS)
         ended_by_themselves = dict(self._exits)
         self.stop(signal.SIGTERM)
-        return [self._ending(rank, ended_by_themselves) for rank in self._orders]
+        endings = [self._ending(rank, ended_by_themselves) for rank in self._ranks]
+        while self._last_words:
+            self._last_words.popitem()[1].close()
+        return endings
 
     def stop(self, number: int) -> None:
         """Ask the ranks that are left to end, and kill those that have not ended after the grace period.
@@ -115,10 +123,10 @@ class RankGroup:
         return [rank for rank in self._pids if rank not in self._exits]
 
     def _any_failed(self) -> bool:
-        return any(code != 0 for code, _ in self._exits.values()) or any(map(self._has_record, self._orders))
+        return any(code != 0 for code, _ in self._exits.values()) or any(map(self._has_record, self._ranks))
 
     def _has_record(self, rank: int) -> bool:
-        return os.path.exists(self._orders[rank].error_file)
+        return rank in self._last_words and self._last_words[rank].record() is not None
 
     def _is_decided(self) -> bool:
         return not self._left() or self._any_failed()
@@ -149,19 +157,18 @@ class RankGroup:
                 self._exits[rank] = (os.waitstatus_to_exitcode(status), now)
 
     def _ending(self, rank: int, ended_by_themselves: dict[int, tuple[int, int]]) -> Ending:
-        order = self._orders[rank]
         code, ended_ns = ended_by_themselves.get(rank, (None, time.monotonic_ns()))
-        crash = Path(order.crash_file)
+        last_words = self._last_words[rank]
         return Ending(
             rank=rank,
             exit_code=code,
             ended_ns=ended_ns,
-            record=read_record(order.error_file),
-            crash=script_stack(crash.read_text("utf-8", "replace")) if crash.exists() else "",
+            record=last_words.record(),
+            crash=script_stack(last_words.crash()),
         )
 
 
-def _fork(order: Order) -> int:
+def _fork(order: Order, last_words: LastWords) -> int:
     gc.freeze()  # a collection in a rank then leaves the pages shared
     with warnings.catch_warnings():
         # Python 3.12 and later warn of threads at a fork. Those here are the store's: they hold no lock of Python's,
@@ -169,13 +176,15 @@ def _fork(order: Order) -> int:
         warnings.simplefilter("ignore", DeprecationWarning)
         pid = os.fork()
     if pid == 0:
-        worker.live(order)
+        worker.live(order, last_words)
     return pid
 
 
-def _spawn(order: Order) -> int:
-    command = [sys.executable, "-m", worker.__name__, worker.to_json(order)]
-    return os.posix_spawn(sys.executable, command, {**os.environ, **order.variables})
+def _spawn(order: Order, last_words: LastWords) -> int:
+    command = [sys.executable, "-m", worker.__name__, worker.to_json(order, last_words)]
+    for descriptor in last_words.descriptors:
+        os.set_inheritable(descriptor, True)
+    return os.posix_spawn(sys.executable, command, {**variables(), **order.variables})
 
 
 def _is_in_foreground() -> bool:

@@ -7,7 +7,6 @@ starts, so that no two jobs are given the same port.
 
 from __future__ import annotations
 
-import os
 from datetime import timedelta
 
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
@@ -20,6 +19,7 @@ from torch.distributed.elastic.rendezvous import (
 )
 from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 
+from drivetrain.cluster.environ import add_variables
 from drivetrain.errors import LaunchError
 from drivetrain.launch.planning import LaunchPlan
 
@@ -32,9 +32,9 @@ def make_rendezvous(plan: LaunchPlan, *, run_id: str) -> RendezvousHandler:
     Raises:
         LaunchError: the address cannot be used.
     """
-    if plan.rendezvous == "c10d" and plan.num_machines > 1:
+    if plan.rendezvous == "c10d":
         # Every attempt then gets a store of its own, here too.
-        os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
+        add_variables({"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"})
         return get_rendezvous_handler(
             RendezvousParameters(
                 backend="c10d",

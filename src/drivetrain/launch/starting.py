@@ -3,47 +3,37 @@
 from __future__ import annotations
 
 import os
-import shutil
 import signal
 import socket
 import sys
-import tempfile
-import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
-from drivetrain.config import write_resolved
+from drivetrain.cluster.environ import add_variables
+from drivetrain.config import settings_to_text
 from drivetrain.errors import LaunchError
 from drivetrain.launch.planning import LaunchPlan, Seat, rank_variables
 
 if TYPE_CHECKING:
     from drivetrain.launch.failures import Ending
 
-_FOLDER_PREFIX = "drivetrain-"
-_STALE_SECONDS = 24 * 3600.0
-
 
 def start(plan: LaunchPlan) -> int:
     """Run the plan to its end and return the launcher's exit code: 0, or 1 when a rank failed.
 
     A plan of one rank does not return: the script has this process from then on. A signal that ends several ranks
-    ends this process too, as the same signal.
+    ends this process too, as the same signal. Nothing is written but what the user asked for, so nothing is left.
 
     Raises:
         LaunchError: the ranks could not be started.
     """
-    remove_stale_folders()
     if plan.start_method == "exec":
         _become_script(plan)
-    with _run_folder() as folder:
-        config_file = _write_settings(plan, folder)
-        return _run_ranks(plan, folder=folder, config_file=config_file)
+    return _run_ranks(plan)
 
 
 def _become_script(plan: LaunchPlan) -> NoReturn:
-    folder = tempfile.mkdtemp(prefix=f"{_FOLDER_PREFIX}{os.getpid()}-")
     seat = Seat(
         local_rank=0,
         machine_rank=0,
@@ -52,21 +42,20 @@ def _become_script(plan: LaunchPlan) -> NoReturn:
         run_id=run_id(plan),
         attempt=0,
         launcher_holds_store=False,
-        config_file=_write_settings(plan, folder),
-        error_file=None,
+        settings=settings_to_text(plan.resolved),
     )
-    os.environ.update(rank_variables(plan, seat))
+    add_variables(rank_variables(plan, seat))
     sys.stdout.flush()
     sys.stderr.flush()
     os.execv(plan.python, [plan.python, *plan.script.command])
 
 
-def _run_ranks(plan: LaunchPlan, *, folder: str, config_file: str) -> int:
+def _run_ranks(plan: LaunchPlan) -> int:
     # While there is no rank, Ctrl-C just ends this process. Raised inside an import, it could be lost: torch's C++ side
     # drops any exception that its import of numpy raises.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     # Before torch is imported: its thread pool takes the number from here.
-    os.environ["OMP_NUM_THREADS"] = str(plan.threads.value)
+    add_variables({"OMP_NUM_THREADS": str(plan.threads.value)})
     if plan.log_dir is not None:
         Path(plan.log_dir).mkdir(parents=True, exist_ok=True)
         sys.stderr.write(f"drivetrain: output of the ranks: {os.path.join(plan.log_dir, 'rank-N.log')}\n")
@@ -82,8 +71,6 @@ def _run_ranks(plan: LaunchPlan, *, folder: str, config_file: str) -> int:
     agent = RankAgent(
         plan,
         rendezvous=make_rendezvous(plan, run_id=run_id(plan)),
-        folder=folder,
-        config_file=config_file,
         on_failure=lambda endings, restarts_left: _tell(plan, endings, restarts_left),
     )
     try:
@@ -95,9 +82,7 @@ def _run_ranks(plan: LaunchPlan, *, folder: str, config_file: str) -> int:
         ) from error
     except Interrupted as interruption:
         sys.stderr.write(f"{interruption}: all ranks were stopped\n")
-        number = interruption.number
-    shutil.rmtree(folder, ignore_errors=True)
-    return die_of(number)
+        return die_of(interruption.number)
 
 
 def _tell(plan: LaunchPlan, endings: Sequence[Ending], restarts_left: int) -> None:
@@ -115,44 +100,6 @@ def run_id(plan: LaunchPlan) -> str:
     if plan.num_machines > 1:
         return f"{plan.master_addr}-{plan.master_port}"
     return os.urandom(8).hex()
-
-
-def _write_settings(plan: LaunchPlan, folder: str) -> str:
-    path = os.path.join(folder, "config.yaml")
-    write_resolved(plan.resolved, path)
-    return path
-
-
-@contextmanager
-def _run_folder() -> Iterator[str]:
-    folder = tempfile.mkdtemp(prefix=f"{_FOLDER_PREFIX}{os.getpid()}-")
-    try:
-        yield folder
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
-
-
-def remove_stale_folders() -> None:
-    """Remove what runs of one rank, and killed launchers, had to leave behind: a day old, and its process gone."""
-    for folder in Path(tempfile.gettempdir()).glob(f"{_FOLDER_PREFIX}[0-9]*-*"):
-        pid = folder.name.removeprefix(_FOLDER_PREFIX).partition("-")[0]
-        try:
-            status = folder.lstat()
-            is_old = time.time() - status.st_mtime > _STALE_SECONDS
-            if is_old and status.st_uid == os.getuid() and not _is_alive(int(pid)):
-                shutil.rmtree(folder)
-        except (OSError, ValueError):
-            continue
-
-
-def _is_alive(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        return True
-    return True
 
 
 def _free_port() -> int:

@@ -18,12 +18,14 @@ import stat
 import sys
 import threading
 import traceback
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from contextlib import nullcontext, redirect_stderr, suppress
 from dataclasses import asdict, dataclass
 from typing import NoReturn
 
+from drivetrain.cluster.environ import add_variables
 from drivetrain.launch import failures
+from drivetrain.launch.last_words import LastWords
 from drivetrain.launch.lifeline import tie_to_parent
 from drivetrain.launch.script import Script, run_as_main
 
@@ -39,7 +41,6 @@ class Order:
         variables: the environment variables that are its own, added to those of the launcher.
         threads: CPU threads for torch.
         launcher_pid: the process that it must not outlive.
-        error_file: where it records its failure; the stack of a fatal signal goes to a file beside it.
         log_file: gets its output, after what is there; None leaves it where the launcher's goes.
     """
 
@@ -48,34 +49,28 @@ class Order:
     variables: Mapping[str, str]
     threads: int
     launcher_pid: int
-    error_file: str
     log_file: str | None = None
 
-    @property
-    def crash_file(self) -> str:
-        """Where the interpreter writes its stack at a fatal signal."""
-        return f"{self.error_file}.crash"
+
+def to_json(order: Order, last_words: LastWords) -> str:
+    """Return what a spawned rank has to know, as text for its command line."""
+    return json.dumps([asdict(order), asdict(last_words)])
 
 
-def to_json(order: Order) -> str:
-    """Return the order as text for the command line of a spawned rank."""
-    return json.dumps(asdict(order))
-
-
-def from_json(text: str) -> Order:
-    """Return the order that `to_json` wrote."""
-    fields = json.loads(text)
+def from_json(text: str) -> tuple[Order, LastWords]:
+    """Return what `to_json` was given."""
+    fields, descriptors = json.loads(text)
     script = fields.pop("script")
     script["arguments"] = tuple(script["arguments"])
-    return Order(script=Script(**script), **fields)
+    return Order(script=Script(**script), **fields), LastWords(**descriptors)
 
 
-def live(order: Order) -> NoReturn:
+def live(order: Order, last_words: LastWords) -> NoReturn:
     """Be that rank, until the process ends. Never returns into the copy of the launcher's stack."""
     code = 1
     try:
-        _shed_launcher(order)
-        code = _finish(_run(order))
+        _shed_launcher(order, last_words)
+        code = _finish(_run(order, last_words))
     except BaseException:  # noqa: BLE001 - the border of the process
         traceback.print_exc()
     finally:
@@ -85,18 +80,17 @@ def live(order: Order) -> NoReturn:
         os._exit(code)
 
 
-def _shed_launcher(order: Order) -> None:
+def _shed_launcher(order: Order, last_words: LastWords) -> None:
     _reset_signals()
     tie_to_parent(order.launcher_pid)
-    _close_descriptors()
+    _close_descriptors(keep=last_words.descriptors)
     if order.log_file is not None:
         _redirect_output(order.log_file)
-    os.environ.update(order.variables)
+    add_variables(order.variables)
     _reseed()
     if "torch" in sys.modules:
         sys.modules["torch"].set_num_threads(order.threads)
-    descriptor = os.open(order.crash_file, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    faulthandler.enable(descriptor)
+    faulthandler.enable(last_words.crash_fd)
 
 
 def _reset_signals() -> None:
@@ -107,15 +101,17 @@ def _reset_signals() -> None:
     signal.pthread_sigmask(signal.SIG_UNBLOCK, HANDLED_SIGNALS)
 
 
-def _close_descriptors() -> None:
+def _close_descriptors(*, keep: Collection[int]) -> None:
     """Close what was inherited besides the standard streams, such as the sockets of the launcher's store; not pipes.
 
     One pair of pipes is libuv's, below that store: it closes them by number in every process that is forked, so that
     closing them here would make loader workers lose whatever has got those numbers since.
     """
+    for number in keep:
+        os.set_inheritable(number, False)
     for number in _open_descriptors():
         with suppress(OSError):
-            if number > 2 and not stat.S_ISFIFO(os.fstat(number).st_mode):
+            if number > 2 and number not in keep and not stat.S_ISFIFO(os.fstat(number).st_mode):
                 os.close(number)
 
 
@@ -142,7 +138,7 @@ def _reseed() -> None:
         sys.modules["torch"].seed()
 
 
-def _run(order: Order) -> int:
+def _run(order: Order, last_words: LastWords) -> int:
     """Run the program, record what it raised, and return the exit code, negative for a signal."""
     try:
         run_as_main(order.script)
@@ -151,22 +147,22 @@ def _run(order: Order) -> int:
         if message is not None:
             print(message, file=sys.stderr)
         if code != 0:
-            _record(stop, order)
+            _record(stop, order, last_words)
         return code
     except KeyboardInterrupt as stop:
-        _record(stop, order)
+        _record(stop, order, last_words)
         return -signal.SIGINT
     except BaseException as error:  # noqa: BLE001 - the border of the process: whatever ends it is recorded
-        _record(error, order)
+        _record(error, order, last_words)
         return 1
     return 0
 
 
-def _record(error: BaseException, order: Order) -> None:
+def _record(error: BaseException, order: Order, last_words: LastWords) -> None:
     sys.last_value = error  # as the interpreter does: exit handlers can see that the process fails
     record = failures.record_of(error, rank=order.rank)
     try:
-        failures.write_record(record, order.error_file)
+        last_words.write(record)
     except OSError:
         sys.stderr.write(record.traceback)
     if not isinstance(error, SystemExit):
@@ -209,4 +205,4 @@ def _finish(code: int) -> int:
 
 
 if __name__ == "__main__":
-    live(from_json(sys.argv[1]))
+    live(*from_json(sys.argv[1]))

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator, Sequence
+import functools
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -28,6 +29,13 @@ class StrategyContext:
     ranks: Ranks
     precision: Precision
     config: RunConfig
+
+
+def class_name(module: nn.Module) -> str:
+    """Return the name of a model's class as the user wrote it, whatever torch has put around it or made of it."""
+    inner = getattr(module, "module", None) if type(module).__module__.startswith("drivetrain.") else None
+    kinds = type(inner if isinstance(inner, nn.Module) else module).__mro__
+    return next(kind.__name__ for kind in kinds if not kind.__module__.startswith("torch.distributed."))
 
 
 def gradients(parameters: Iterable[nn.Parameter]) -> list[Tensor]:
@@ -98,6 +106,14 @@ class ReplicatedStepper:
     def has_device_skip(self) -> bool:
         """Whether the optimizer is fused: only those read a flag on the device."""
         return all(group.get("fused") for group in self.optimizer.param_groups)
+
+    def has_gradients(self) -> bool:
+        """Return whether any parameter has a gradient."""
+        return any(parameter.grad is not None for parameter in optimizer_parameters(self.optimizer))
+
+    def zero_grad(self, *, set_to_none: bool) -> None:
+        """Clear the gradients."""
+        self.optimizer.zero_grad(set_to_none=set_to_none)
 
     def unscale(self, scaler: torch.amp.GradScaler) -> None:
         """Divide the gradients by the loss scale and record whether they are finite."""
@@ -186,6 +202,14 @@ class LocalEngine:
             for parameter, gradient in kept:
                 parameter.grad = gradient
 
+    def drop_gradients(self) -> None:
+        """Forget all gradients."""
+        self.module.zero_grad(set_to_none=True)
+
+    def forward_method(self, name: str) -> Callable[..., Any]:
+        """Make a method of the model run as its forward does, and return it."""
+        return forward_method(self.module, name, prepared=self.prepared)
+
     def state_dict(self) -> dict[str, Tensor]:
         """Return parameters and persistent buffers."""
         return replicated_state_dict(self.module)
@@ -196,6 +220,14 @@ class LocalEngine:
             self._autocast.remove()
 
 
+@runtime_checkable
+class Marked(Protocol):
+    """An engine that shows whether a backward has come to it."""
+
+    def gradient_marks(self) -> list[tuple[int, int] | None]:
+        """Return what a backward that reaches the model changes."""
+
+
 def run_backward(loss: Tensor, engines: Sequence[Engine], *, retain_graph: bool) -> Sequence[Engine]:
     """Run a backward pass and return the engines that it has reached.
 
@@ -204,7 +236,39 @@ def run_backward(loss: Tensor, engines: Sequence[Engine], *, retain_graph: bool)
     if len(engines) == 1:
         loss.backward(retain_graph=retain_graph)
         return engines
-    local = [engine for engine in engines if isinstance(engine, LocalEngine)]
-    before = [engine.gradient_marks() for engine in local]
+    before = [(engine, engine.gradient_marks()) for engine in engines if isinstance(engine, Marked)]
     loss.backward(retain_graph=retain_graph)
-    return [engine for engine, marks in zip(local, before, strict=True) if engine.gradient_marks() != marks]
+    return [engine for engine, marks in before if engine.gradient_marks() != marks]
+
+
+def forward_method(module: nn.Module, name: str, *, prepared: nn.Module) -> Callable[..., Any]:
+    """Make a method of a model run as its forward does, hooks and all, and return it.
+
+    Args:
+        module: whose method it is.
+        prepared: what runs the model's forward, and where the method is called from now on.
+    """
+    method = getattr(module, name)
+
+    @functools.wraps(method)
+    def run(*inputs: Any, **kwargs: Any) -> Any:
+        usual = module.__dict__.get("forward")
+
+        def give_back() -> None:
+            if usual is None:
+                module.__dict__.pop("forward", None)
+            else:
+                module.forward = usual
+
+        def take_its_place(*inner: Any, **options: Any) -> Any:
+            give_back()
+            return method(*inner, **options)
+
+        module.forward = take_its_place
+        try:
+            return prepared(*inputs, **kwargs)
+        finally:
+            give_back()
+
+    prepared.__dict__[name] = run
+    return run

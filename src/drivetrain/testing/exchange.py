@@ -143,12 +143,14 @@ class Raised:
 
     Args:
         monotonic_ns: when, on the clock that all processes of a machine share.
+        lost_peer: whether it says only that another rank is gone.
         traceback: complete text, without the frames of the harness.
     """
 
     monotonic_ns: int
     type_name: str
     message: str
+    lost_peer: bool
     traceback: str
 
 

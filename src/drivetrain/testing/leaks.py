@@ -18,6 +18,8 @@ from typing import Any
 
 import psutil
 
+from drivetrain.cluster import environ
+
 # Set by pytest for each test, and by torch when it first loads its compiler.
 _IGNORED_VARIABLES = frozenset({"PYTEST_CURRENT_TEST", "TORCHINDUCTOR_CACHE_DIR"})
 
@@ -42,7 +44,7 @@ class Snapshot:
 def take_snapshot() -> Snapshot:
     """Return the present state of this process."""
     return Snapshot(
-        variables={name: text for name, text in os.environ.items() if name not in _IGNORED_VARIABLES},
+        variables={name: text for name, text in environ.variables().items() if name not in _IGNORED_VARIABLES},
         threads=frozenset(threading.enumerate()),
         children=_children(),
         descriptors=_descriptors(),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import ctypes
 import faulthandler
 import os
 import pickle
@@ -22,17 +21,20 @@ import torch
 import torch._dynamo  # what the first optimizer of a process imports, in seconds
 import torch.distributed
 
+from drivetrain.cluster.environ import replace_variables
+from drivetrain.launch.failures import is_echo
+from drivetrain.launch.lifeline import end_with
 from drivetrain.testing.exchange import Outcome, Raised, Request, Returned, write_outcome
 
 STACK_SIGNAL = signal.SIGUSR2
-_PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
 def live(request: Request, *, rank: int, server_pid: int) -> NoReturn:
     """Run the function as rank `rank`, write the outcome and end the process."""
     exit_code = 1
     try:
-        _die_with(server_pid)
+        os.setpgid(0, 0)
+        end_with(server_pid)
         _reset_signals()
         _redirect_output(request, rank=rank)
         with request.path(rank, "stack").open("w") as stack:
@@ -54,14 +56,6 @@ def live(request: Request, *, rank: int, server_pid: int) -> NoReturn:
         os._exit(exit_code)
 
 
-def _die_with(server_pid: int) -> None:
-    os.setpgid(0, 0)
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != server_pid:
-        os._exit(1)
-
-
 def _reset_signals() -> None:
     signal.set_wakeup_fd(-1)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
@@ -80,9 +74,7 @@ def _redirect_output(request: Request, *, rank: int) -> None:
 
 
 def _take_the_place_of_the_caller(request: Request, *, rank: int) -> None:
-    os.environ.clear()
-    os.environ.update(request.environ)
-    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank))
+    replace_variables({**request.environ, "RANK": str(rank), "LOCAL_RANK": str(rank)})
     os.chdir(request.working_directory)
     sys.path[:] = request.sys_path
     torch.set_num_threads(1)
@@ -116,6 +108,7 @@ def _raised(error: BaseException, *, monotonic_ns: int) -> Raised:
         monotonic_ns=monotonic_ns,
         type_name=type(error).__name__,
         message=str(error),
+        lost_peer=is_echo(error),
         traceback="".join(lines).rstrip("\n"),
     )
 

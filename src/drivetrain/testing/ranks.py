@@ -28,6 +28,7 @@ from multiprocessing.connection import Pipe
 from pathlib import Path
 from typing import Any
 
+from drivetrain.cluster.environ import variables
 from drivetrain.errors import DrivetrainError
 from drivetrain.testing.exchange import Ended, FunctionReference, Order, Request
 from drivetrain.testing.report import RanksFailed, Run, results
@@ -84,7 +85,7 @@ def start() -> None:
 
 
 def _environ(*, ranks: int, port: int, folder: str) -> dict[str, str]:
-    environ = dict(os.environ)
+    environ = variables()
     environ.setdefault("GLOO_SOCKET_IFNAME", "lo" if sys.platform == "linux" else "lo0")
     environ.update(
         WORLD_SIZE=str(ranks),
@@ -119,7 +120,7 @@ class _Server:
         self._process = subprocess.Popen(
             [sys.executable, "-m", "drivetrain.testing.fork_server", str(theirs.fileno())],
             pass_fds=[theirs.fileno()],
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
+            env={**variables(), "OMP_NUM_THREADS": "1"},
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             start_new_session=True,

@@ -17,8 +17,8 @@ from drivetrain.testing.exchange import Ended, Outcome, Raised, Request, Returne
 OUTPUT_LINES = 30
 _NOISE = re.compile(r'^  File ".*(testing/(rank_process|fork_server)\.py|<frozen runpy>)"|^Extension modules: ')
 
-# What a rank raises because another one is gone. Such a failure is never the first.
-_LOST_PEER = re.compile(r"connection (was )?(closed|reset|refused)|closed by peer|broken pipe|timed out", re.IGNORECASE)
+# What a rank raises that waited in vain for another one, which is then the one to look at.
+_WAITED = re.compile(r"timed out", re.IGNORECASE)
 
 
 class RanksFailed(DrivetrainError):
@@ -79,7 +79,7 @@ def _failure(run: Run, *, rank: int, outcome: Outcome | None) -> _Failure | None
             rank=rank,
             text=f"rank {rank} raised:\n{outcome.traceback}",
             monotonic_ns=outcome.monotonic_ns,
-            is_cause=_LOST_PEER.search(outcome.message) is None,
+            is_cause=not outcome.lost_peer and _WAITED.search(outcome.message) is None,
             exception=(outcome.type_name, outcome.message),
         )
     if rank in run.on_time and outcome is not None and end.exit_code == 0:

@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader
 
 from drivetrain import Accelerator
 from drivetrain.testing import ranks
-from scalar import Scalar, loader, train_on_counts, weight_of
+from scalar import Scalar, loader, train_on_counts, weight_of, whole
 from topologies import Topology, every_topology, topologies
 
 ONE_RANK = [[[10.0], [0.0, 0.0, 0.0, 0.0]]]
@@ -150,7 +150,7 @@ def test_loops_of_unlike_length_end_with_an_error_that_says_who_is_where(
     kind, message = failed.value.exceptions[1]
     assert kind == "RankMismatchError"
     assert f"rank 0: the end of the run after update {short}" in message
-    assert f"rank 1: update {short + 1}" in message
+    assert f"rank 1: update {short + 1}" in message or f"rank 1: a forward after update {short}" in message
 
 
 def gathered_over_own_rows(settings: dict[str, Any], rows_by_rank: list[int]) -> None:
@@ -270,7 +270,7 @@ def gradient_after_value_clipping(settings: dict[str, Any]) -> tuple[list[float]
                 accelerator.backward(model(torch.tensor([items])).sum(), num_items=1)
                 accelerator.clip_grad_value_(model.parameters(), 0.5)
                 if accelerator.sync_gradients:
-                    clipped = next(accelerator.unwrap_model(model).parameters()).grad.flatten().tolist()
+                    clipped = whole(next(accelerator.unwrap_model(model).parameters()).grad).flatten().tolist()
                 optimizer.step()
                 optimizer.zero_grad()
         assert clipped is not None
@@ -330,7 +330,8 @@ def equal_micro_batches_bitwise(settings: dict[str, Any], *, window: int) -> boo
             with accelerator.accumulate(model):
                 accelerator.backward(model(batch).square().mean())
                 optimizer.step()
-    return all(torch.equal(one.grad, other) for one, other in zip(model.parameters(), expected, strict=True))
+        found = [whole(parameter.grad) for parameter in model.parameters()]
+    return all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
 
 
 @pytest.mark.parametrize("topology", topologies(1), ids=str)

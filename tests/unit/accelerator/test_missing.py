@@ -30,7 +30,7 @@ def test_member_when_only_accelerate_has_it_then_is_explained_by_members_that_ex
         ("init_trackers", "not there yet"),
         ("save", "`accelerator.save_model`"),
         ("even_batches", "`accelerator.config.even_batches`"),
-        ("fsdp_plugin", "FSDP is not there yet"),
+        ("fsdp_plugin", "read `accelerator.config.fsdp_config`"),
         ("prepare_pippy", "did you mean `prepare`?"),
     ],
 )

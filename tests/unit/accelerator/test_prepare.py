@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -103,23 +104,47 @@ def test_unwrap_returns_the_model(accelerator: Accelerator) -> None:
     assert accelerator.unwrap_model(stranger) is stranger
 
 
+def build_model() -> nn.Module:
+    return nn.Linear(2, 2)
+
+
+def own_generator() -> Iterator[int]:
+    yield 1
+
+
 @pytest.mark.parametrize(
     ("wrong", "message", "hint"),
     [
-        (None, "argument 1 of prepare() is None", "models, optimizers, data loaders"),
-        (torch.ones(2), "is a Tensor", "accelerator.device"),
-        ([1, 2, 3], "is a list", "DataLoader"),
-        (TensorDataset(torch.ones(2)), "is a TensorDataset", "DataLoader"),
-        (nn.Linear, "is the class Linear", r"Linear(...)"),
-        ("model", "is a str", ""),
-        (lambda x: x, "is a function", "models, optimizers"),
+        (None, "argument 1 of prepare() is None", "leave out what there is none of"),
+        (torch.ones(2), "is a Tensor", ".to(accelerator.device)"),
+        ([1, 2, 3], "is a list", "wrap data in a torch.utils.data.DataLoader"),
+        (TensorDataset(torch.ones(2)), "is a TensorDataset", "wrap data in a torch.utils.data.DataLoader"),
+        (parts()[2].dataset, "is a TensorDataset", "wrap data in a torch.utils.data.DataLoader"),
+        (nn.Linear, "is the class Linear, not an object of it", "pass Linear(...)"),
+        (torch.optim.AdamW, "is the class AdamW, not an object of it", "pass AdamW(...)"),
+        ("model", "is a str", "pass the object itself, not its name or path"),
+        (3, "is an int", "prepare() takes models, optimizers"),
+        (build_model, "is a function", "pass what it returns"),
+        (build_model().parameters, "is a method", "pass the model itself"),
+        (build_model().parameters(), "is a generator, made by parameters()", "pass the model itself"),
+        (build_model().named_parameters(), "is a generator, made by named_parameters()", "pass the model itself"),
+        (own_generator(), "is a generator, made by own_generator()", "pass the data loader itself"),
+        (iter(parts()[2]), "is an iterator", "pass the data loader itself"),
+        (iter(Accelerator(cpu=True).prepare(parts()[2])), "is an iterator", "pass the data loader itself"),
+        (list(parts()[:2]), "is a list", "one by one: prepare(*objects)"),
+        (parts(), "is a tuple", "one by one: prepare(*objects)"),
+        (set(parts()[:1]), "is a set", "one by one: prepare(*objects)"),
+        ({"model": build_model()}, "is a dict", "one by one: prepare(*objects.values())"),
+        ({"rows": [1, 2]}, "is a dict", "wrap data in a torch.utils.data.DataLoader"),
+        (list(build_model().parameters()), "is a list", "pass the model that has these parameters"),
+        ([], "is a list", "DataLoader"),
     ],
 )
 def test_prepare_of_a_wrong_thing_names_it(accelerator: Accelerator, wrong: object, message: str, hint: str) -> None:
     with pytest.raises(PrepareError) as error:
         accelerator.prepare(wrong)
-    assert message in str(error.value)
-    assert hint in str(error.value)
+    assert message in error.value.message
+    assert hint in error.value.hint
 
 
 def test_model_without_parameters_is_refused(accelerator: Accelerator) -> None:
@@ -127,9 +152,11 @@ def test_model_without_parameters_is_refused(accelerator: Accelerator) -> None:
         accelerator.prepare(nn.Sequential(nn.ReLU()))
 
 
-def test_wrapped_model_is_refused(accelerator: Accelerator) -> None:
-    with pytest.raises(PrepareError, match="wrapped in DataParallel already"):
+def test_model_in_a_wrapper_of_torch_is_refused(accelerator: Accelerator) -> None:
+    with pytest.raises(PrepareError, match="the model is wrapped in DataParallel already"):
         accelerator.prepare(nn.DataParallel(nn.Linear(2, 2)))
+    with pytest.raises(PrepareError, match="0 of Sequential is wrapped in DataParallel already"):
+        accelerator.prepare(nn.Sequential(nn.DataParallel(nn.Linear(2, 2)), nn.Linear(2, 2)))
 
 
 def test_optimizer_of_another_model_is_refused_at_its_first_use(accelerator: Accelerator) -> None:
@@ -151,10 +178,10 @@ def test_schedule_of_an_unknown_optimizer_is_refused(accelerator: Accelerator) -
         accelerator.prepare(scheduler)
 
 
-def test_objects_of_another_accelerator_are_refused(accelerator: Accelerator) -> None:
+def test_objects_of_another_accelerator_are_refused_under_their_own_names(accelerator: Accelerator) -> None:
     _, optimizer, loader, scheduler = Accelerator(cpu=True).prepare(*parts())
-    for value in (optimizer, loader, scheduler):
-        with pytest.raises(PrepareError, match="was prepared by another Accelerator"):
+    for value, name in ((optimizer, "SGD"), (loader, "DataLoader"), (scheduler, "StepLR")):
+        with pytest.raises(PrepareError, match=f"this {name} was prepared by another Accelerator"):
             accelerator.prepare(value)
 
 
@@ -197,11 +224,6 @@ def test_models_that_share_a_parameter_are_refused(accelerator: Accelerator) -> 
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     with pytest.raises(PrepareError, match="Linear shares parameters with another prepared model: bias, weight"):
         accelerator.prepare(model, model[0])
-
-
-def test_mapping_is_refused_with_the_right_hint(accelerator: Accelerator) -> None:
-    with pytest.raises(PrepareError, match="one by one"):
-        accelerator.prepare({"model": nn.Linear(2, 2)})
 
 
 def test_order_of_a_loader_does_not_depend_on_the_loaders_before_it() -> None:

@@ -608,15 +608,3 @@ def test_gradients_left_over_once_are_forgotten_when_they_are_cleared() -> None:
         weights.append(model.weight.item())
         accelerator.gradient_accumulation_steps = 1 if number < 1 else 2
     assert weights == [-1.0, -3.0, -3.0, -4.0]
-
-
-def test_gathered_evaluation_is_whole_inside_the_training_loop() -> None:
-    accelerator = Accelerator(cpu=True)
-    batches = accelerator.prepare(loader([0.0, 1.0, 2.0], batch_size=2))
-    for _ in batches:
-        assert accelerator.gather_for_metrics(torch.arange(4)).tolist() == [0, 1, 2, 3]
-
-
-def test_member_of_the_other_library_is_explained() -> None:
-    with pytest.raises(AttributeError, match="save_state"):
-        Accelerator(cpu=True).save_state("folder")

@@ -91,8 +91,7 @@ def test_unknown_flags_when_typed_then_are_all_named_with_the_nearest() -> None:
 @pytest.mark.parametrize(
     ("name", "reason"),
     [
-        ("--use_fsdp", "FSDP is not there yet"),
-        ("--fsdp-offload-params", "FSDP is not there yet"),
+        ("--fsdp-offload-params", "keeping parameters on the CPU is not there yet"),
         ("--use_deepspeed", "DeepSpeed is not there yet"),
         ("--zero_stage", "DeepSpeed is not there yet"),
         ("--nproc-per-node", "here this is `num_processes`, which counts the processes of all machines together"),
@@ -119,11 +118,15 @@ def test_flag_when_abbreviated_then_is_unknown(name: str) -> None:
         ("--num_processes --cpu t.py", "`--num_processes` needs a value"),
         ("--mixed_precision", "`--mixed_precision` needs a value, one of: no, fp16, bf16"),
         ("--config_file", "`--config_file` needs the path of a file"),
+        (
+            "--config_file a.yaml --config-file b.yaml t.py",
+            "`--config-file` names two files, `a.yaml` and `b.yaml`: keep one of them",
+        ),
         ("--dry-run=yes t.py", "`--dry-run` takes no value, got `yes`"),
         ("-m", "`-m` needs the name of a module"),
     ],
 )
-def test_flag_when_its_value_is_missing_then_is_refused(line: str, fault: str) -> None:
+def test_flag_when_its_value_is_missing_or_doubled_then_is_refused(line: str, fault: str) -> None:
     with pytest.raises(UsageError) as caught:
         parse(line)
     assert str(caught.value) == fault

@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
 
@@ -16,12 +17,18 @@ from drivetrain.cli.main import main
 from drivetrain.config import flags
 from drivetrain.config.keys import keys
 from drivetrain.errors import ConfigError
+from drivetrain.launch import LaunchPlan
 from drivetrain.launch.machine import Devices, Machine
 
 
 @pytest.fixture(autouse=True)
 def _alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Run in an empty folder, without a default file."""
+    """Run in an empty folder, without a default file, and never let a launch take this process's place."""
+
+    def refuse(_plan: LaunchPlan) -> NoReturn:
+        pytest.fail("the launch started")
+
+    monkeypatch.setattr(launch, "start", refuse)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.delenv("DRIVETRAIN_HOME", raising=False)
@@ -86,7 +93,7 @@ def test_help_when_printed_then_torch_is_not_loaded() -> None:
         ("launch --num_proceses 2 train.py", "hint: did you mean `--num_processes`?"),
         ("launch --num_processes two train.py", "num_processes = two (flag --num_processes)"),
         ("launch --num_processes 2 --distributed_type NO train.py", "(flag --distributed_type)"),
-        ("launch --distributed_type FSDP train.py", "FSDP is not there yet; allowed: "),
+        ("launch --distributed_type MEGATRON_LM train.py", "Megatron-LM is not there yet; allowed: "),
         ("launch --num_machines 2 --cpu train.py", "num_machines = 2 (flag --num_machines)"),
     ],
 )
@@ -162,6 +169,44 @@ def test_default_file_when_it_exists_then_is_read_unless_another_is_named(
     Path("run.yaml").write_text("use_cpu: true\n")
     assert main(["launch", "--config_file", "run.yaml", "--dry-run", "train.py"]) == 0
     assert "  seed = unset (default)" in capsys.readouterr().out
+
+
+def test_file_when_a_variable_names_it_then_is_read_unless_a_flag_names_another(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Path("run.yaml").write_text("seed: 5\n")
+    Path("other.yaml").write_text("seed: 6\n")
+    monkeypatch.setenv("DRIVETRAIN_CONFIG_FILE", "run.yaml")
+    assert main(["launch", "--dry-run", "train.py"]) == 0
+    assert "  seed = 5 (run.yaml line 1)" in capsys.readouterr().out
+    assert main(["launch", "--config_file", "other.yaml", "--dry-run", "train.py"]) == 0
+    assert "  seed = 6 (other.yaml line 1)" in capsys.readouterr().out
+    monkeypatch.setenv("DRIVETRAIN_CONFIG_FILE", "absent.yaml")
+    assert main(["launch", "--dry-run", "train.py"]) == 2
+    assert capsys.readouterr().err.endswith("  hint: it was named by DRIVETRAIN_CONFIG_FILE\n")
+
+
+def test_launch_when_settings_of_a_file_have_no_effect_then_says_so_once_for_each_on_stderr(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text("rdzv_backend: c10d\nmain_process_ip: 10.0.0.1\n")
+    words = ["--cpu", "--num_processes", "2", "--config_file", str(file), "--dry-run", "train.py"]
+    assert main(["launch", *words]) == 0
+    out, err = capsys.readouterr()
+    assert err.splitlines() == [
+        f"warning: `main_process_ip: 10.0.0.1` ({file} line 2) has no effect: this run is on a single machine",
+        f"warning: `rdzv_backend: c10d` ({file} line 1) has no effect: this run is on a single machine",
+    ]
+    assert "no effect" not in out
+
+
+def test_launch_when_flags_have_no_effect_then_refuses_them_unless_neutral(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--cpu", "--num_processes", "2", "--gpu_ids", "all", "--machine_rank", "0", "--dry-run", "train.py"]
+    assert main(["launch", *words]) == 0
+    assert "no effect" not in "".join(capsys.readouterr())
+    assert main(["launch", "--rdzv-backend", "c10d", *words]) == 2
+    assert "rdzv_backend = c10d (flag --rdzv-backend)\n    has no effect" in capsys.readouterr().err
 
 
 def test_launch_when_more_processes_than_devices_are_asked_for_then_refuses_before_any_starts() -> None:

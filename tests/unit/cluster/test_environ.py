@@ -7,7 +7,15 @@ from typing import Any
 
 import pytest
 
-from drivetrain.cluster.environ import ProcessEnvironment, first_host, read_environ, tasks_per_node
+from drivetrain.cluster.environ import (
+    ProcessEnvironment,
+    add_variables,
+    first_host,
+    read_environ,
+    replace_variables,
+    tasks_per_node,
+    variables,
+)
 from drivetrain.errors import LaunchError
 
 TORCHRUN = {
@@ -215,6 +223,15 @@ def test_read_environ_when_drivetrain_variables_are_set_then_keeps_only_these() 
     found = read_environ({**TORCHRUN, **own, "HOME": "/home/someone"})
     assert found.variables == own
     assert found.config_file == "run.json"
+
+
+def test_variables_when_added_or_replaced_then_are_those_of_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.environ", {"OLD": "1"})
+    before = variables()
+    add_variables({"MORE": "2"})
+    assert (before, variables()) == ({"OLD": "1"}, {"OLD": "1", "MORE": "2"})
+    replace_variables({"ONLY": "3"})
+    assert variables() == {"ONLY": "3"}
 
 
 def test_read_environ_when_ranks_meet_in_a_file_then_needs_no_address() -> None:

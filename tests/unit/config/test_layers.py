@@ -140,8 +140,8 @@ def test_read_file_when_a_foreign_value_means_not_used_then_is_dropped(tmp_path:
 @pytest.mark.parametrize(
     ("name", "value", "message"),
     [
-        ("fsdp_plugin", object(), "FSDP is not there yet"),
-        ("fsdp_offload_params", True, "FSDP is not there yet"),
+        ("fsdp_plugin", object(), "there are no plug-ins"),
+        ("fsdp_offload_params", True, "keeping parameters on the CPU is not there yet"),
         ("deepspeed_plugin", object(), "DeepSpeed is not there yet"),
         ("log_with", "wandb", "trackers are not there yet"),
         ("device_placement", False, "`prepare` always moves"),
@@ -160,8 +160,8 @@ def test_layer_from_code_when_only_accelerate_has_an_argument_then_is_refused_by
 
 
 def test_layer_from_variables_when_only_accelerate_has_the_setting_then_is_refused_by_name() -> None:
-    (problem,) = layer_from_variables({"DRIVETRAIN_USE_FSDP": "true"}).problems
-    assert (problem.path, problem.message) == ("DRIVETRAIN_USE_FSDP", "FSDP is not there yet")
+    (problem,) = layer_from_variables({"DRIVETRAIN_USE_DEEPSPEED": "true"}).problems
+    assert (problem.path, problem.message) == ("DRIVETRAIN_USE_DEEPSPEED", "DeepSpeed is not there yet")
 
 
 @pytest.mark.parametrize(

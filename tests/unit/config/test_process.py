@@ -9,20 +9,19 @@ import pytest
 
 import drivetrain.config
 from drivetrain.config import (
+    SETTINGS_VARIABLE,
     RunConfig,
     check_accelerator,
     digest,
     flatten,
-    is_resolved,
     layer_from_mapping,
     layer_from_variables,
-    read_file,
-    read_resolved,
     resolve,
     resolve_for_process,
+    settings_from_text,
+    settings_to_text,
     shared_settings,
     strategy_for,
-    write_resolved,
 )
 from drivetrain.config.schema import CoreConfig
 from drivetrain.errors import ConfigError
@@ -30,25 +29,25 @@ from drivetrain.strategies.ddp.settings import DDPSettings
 
 
 @pytest.fixture
-def launched(tmp_path: Path) -> str:
-    """A resolved file as `launch` leaves it, with values of three kinds."""
-    path = tmp_path / "resolved.json"
+def launched() -> dict[str, str]:
+    """The variable that `launch` leaves, with values of three kinds."""
     layers = [
         layer_from_mapping({"seed": 3, "mixed_precision": "fp16"}, place="run.yaml line 1"),
         layer_from_variables({"DRIVETRAIN_NON_FINITE": "skip", "DRIVETRAIN_DDP_TIMEOUT": "60"}),
     ]
-    write_resolved(resolve(layers), path)
-    return str(path)
+    return {SETTINGS_VARIABLE: settings_to_text(resolve(layers))}
 
 
 def for_process(**arguments: Any) -> drivetrain.config.Resolved:
     return resolve_for_process(**{"config_file": None, "variables": {}, "code": {}, "config": None} | arguments)
 
 
-def test_read_resolved_when_written_then_values_and_sources_are_the_same(launched: str) -> None:
-    original = resolve([read_resolved(launched)])
-    assert original.config.section(DDPSettings).timeout == 60.0
-    sources = {path: str(source) for path, source in original.sources.items() if str(source) != "default"}
+def test_settings_when_handed_over_then_values_and_sources_are_the_same(launched: dict[str, str]) -> None:
+    arrived = resolve([settings_from_text(launched[SETTINGS_VARIABLE])])
+    config = arrived.config
+    assert (config.seed, config.mixed_precision, config.non_finite) == (3, "fp16", "skip")
+    assert config.section(DDPSettings).timeout == 60.0
+    sources = {path: str(source) for path, source in arrived.sources.items() if str(source) != "default"}
     assert sources == {
         "seed": "run.yaml line 1",
         "mixed_precision": "run.yaml line 1",
@@ -57,36 +56,39 @@ def test_read_resolved_when_written_then_values_and_sources_are_the_same(launche
     }
 
 
-def test_resolved_file_when_read_as_an_ordinary_one_then_holds_every_setting(launched: str) -> None:
-    assert is_resolved(launched)
-    assert resolve([read_file(launched)]).config == resolve([read_resolved(launched)]).config
-    assert set(json.loads(Path(launched).read_text())) - {"resolved"} == set(CoreConfig.model_fields) | {"ddp_config"}
+def test_settings_when_handed_over_then_a_default_is_not_taken_for_a_wish() -> None:
+    text = settings_to_text(resolve([layer_from_mapping({"distributed_type": "MULTI_CPU"}, place="run.yaml")]))
+    assert resolve([settings_from_text(text)]).config.model_fields_set == {"distributed_type"}
 
 
-def test_resolved_file_when_read_then_a_default_is_not_taken_for_a_wish(tmp_path: Path) -> None:
-    path = tmp_path / "resolved.json"
-    write_resolved(resolve([layer_from_mapping({"distributed_type": "MULTI_CPU"}, place="run.yaml")]), path)
-    assert json.loads(path.read_text())["use_cpu"] is False
-    for layer in (read_file(path), read_resolved(path)):
-        assert resolve([layer]).config.model_fields_set == {"distributed_type"}
+@pytest.mark.parametrize(
+    "text", ["seed: 3", "[]", '{"seed": 3}', '{"seed": [3, "x", ""]}', '{"sed": [3, "file", ""]}', "[" * 100_000]
+)
+def test_settings_when_the_text_is_damaged_then_is_an_error(text: str) -> None:
+    with pytest.raises(ConfigError, match=f"unset {SETTINGS_VARIABLE}"):
+        settings_from_text(text)
 
 
-@pytest.mark.parametrize("text", [None, "", "seed: 3", "{}", '{"resolved": {"seed": ["file", "x"]}}', '{"resolved"'])
-def test_read_resolved_when_the_file_is_another_then_is_an_error(tmp_path: Path, text: str | None) -> None:
-    path = tmp_path / "some.json"
-    if text is not None:
-        path.write_text(text)
-    with pytest.raises(ConfigError, match="DRIVETRAIN_CONFIG_FILE"):
-        read_resolved(path)
-
-
-def test_resolve_for_process_when_the_file_is_resolved_then_no_variable_is_read(launched: str) -> None:
-    variables = {"DRIVETRAIN_SEED": "9", "DRIVETRAIN_NO_SUCH_THING": "1"}
-    config = for_process(config_file=launched, variables=variables, code={"mixed_precision": "no"}).config
+def test_resolve_for_process_when_settings_were_handed_over_then_no_file_or_other_variable_is_read(
+    launched: dict[str, str], tmp_path: Path
+) -> None:
+    variables = {**launched, "DRIVETRAIN_SEED": "9", "DRIVETRAIN_NO_SUCH_THING": "1"}
+    absent = str(tmp_path / "absent.yaml")
+    config = for_process(config_file=absent, variables=variables, code={"mixed_precision": "no"}).config
     assert (config.seed, config.mixed_precision, config.non_finite) == (3, "no", "skip")
 
 
-def test_resolve_for_process_when_the_file_is_ordinary_then_variables_beat_it(tmp_path: Path) -> None:
+def test_resolve_for_process_when_a_variable_is_for_the_launcher_only_then_a_note_says_so() -> None:
+    variables = {"DRIVETRAIN_GPU_IDS": "1", "DRIVETRAIN_SEED": "9"}
+    assert for_process(variables=variables).notes == (
+        "variable DRIVETRAIN_GPU_IDS has no effect: "
+        "only `drivetrain launch` reads it, and it did not start this process",
+    )
+    text = settings_to_text(resolve([layer_from_variables(variables)]))
+    assert for_process(variables={SETTINGS_VARIABLE: text}).notes == ()
+
+
+def test_resolve_for_process_when_there_is_a_file_then_variables_beat_it(tmp_path: Path) -> None:
     path = tmp_path / "run.yaml"
     path.write_text("seed: 3\nmixed_precision: fp16\n")
     config = for_process(config_file=str(path), variables={"DRIVETRAIN_SEED": "9"}).config
@@ -95,7 +97,7 @@ def test_resolve_for_process_when_the_file_is_ordinary_then_variables_beat_it(tm
 
 @pytest.mark.parametrize("form", ["mapping", "path", "model"])
 def test_resolve_for_process_when_config_is_given_then_it_stands_for_the_file(
-    launched: str, tmp_path: Path, form: str
+    launched: dict[str, str], tmp_path: Path, form: str
 ) -> None:
     path = tmp_path / "other.yaml"
     path.write_text("global_batch_size: 8\nnon_finite: ignore\nddp_config: {bucket_cap_mb: 5}\n")
@@ -104,7 +106,7 @@ def test_resolve_for_process_when_config_is_given_then_it_stands_for_the_file(
         "mapping": {"global_batch_size": 8, "non_finite": "ignore", "ddp_config": {"bucket_cap_mb": 5}},
         "model": RunConfig(global_batch_size=8, non_finite="ignore", ddp_config=DDPSettings(bucket_cap_mb=5)),
     }[form]
-    config = for_process(config_file=launched, config=given).config
+    config = for_process(variables=launched, config=given).config
     assert (config.global_batch_size, config.seed, config.mixed_precision) == (8, None, "no")
     assert config.non_finite == "skip", "a variable that the launcher read is stronger than a file"
     assert config.section(DDPSettings) == DDPSettings(bucket_cap_mb=5, timeout=60.0)

@@ -201,6 +201,12 @@ def test_resolve_when_port_is_0_then_is_unset() -> None:
             id="devices-on-the-cpu",
         ),
         pytest.param(
+            {"distributed_type": "MULTI_CPU"},
+            {"--gpu_ids": "0"},
+            ["gpu_ids = 0 (flag --gpu_ids)", "`distributed_type = MULTI_CPU` (run.yaml)"],
+            id="devices-with-multi-cpu",
+        ),
+        pytest.param(
             {"ddp_config": {"ddp_backend": "nccl"}},
             {"--cpu": "true"},
             ["ddp_config.ddp_backend = nccl (run.yaml)", "`use_cpu = true` (flag --cpu)"],
@@ -244,6 +250,7 @@ def test_resolve_when_settings_contradict_then_names_both_sources(
     "settings",
     [
         {"gpu_ids": "all", "use_cpu": True},
+        {"gpu_ids": "ALL", "distributed_type": "MULTI_CPU"},
         {"distributed_type": "MULTI_CPU"},
         {"distributed_type": "MULTI_CPU", "use_cpu": True, "ddp_config": {"backend": "gloo"}},
         {"distributed_type": "NO", "num_processes": 1},

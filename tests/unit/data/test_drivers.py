@@ -11,6 +11,7 @@ from torch.utils.data import DataLoader
 
 from drivetrain.cluster.control import Control
 from drivetrain.data import Drivers, LoaderContext, PreparedLoader
+from drivetrain.errors import PrepareError
 
 
 @pytest.fixture
@@ -167,6 +168,37 @@ def test_current_when_loader_is_exhausted_or_follows_another_is_only_what_is_ope
     for _ in second:
         assert drivers.current() is second
         assert drivers.depth() == 1
+    assert drivers.current() is None
+
+
+def test_current_when_only_the_loop_of_another_accelerator_is_open_is_refused(drivers: Drivers) -> None:
+    others = Drivers()
+    for _ in prepared(others):
+        with pytest.raises(PrepareError, match="from a loader that another Accelerator has prepared"):
+            drivers.current()
+        assert others.current() is not None
+    assert drivers.current() is None
+
+
+def test_current_when_own_loop_runs_beside_that_of_another_accelerator_is_the_own_one(drivers: Drivers) -> None:
+    own, other = iter(prepared(drivers)), iter(prepared(Drivers()))
+    assert [drivers.current() is own for _ in zip(other, own, strict=True)] == [True] * 3
+
+
+def test_current_when_another_accelerator_evaluates_is_none(drivers: Drivers) -> None:
+    with torch.no_grad():
+        for _ in prepared(Drivers()):
+            assert drivers.current() is None
+
+
+def test_current_when_made_inside_the_loop_of_another_accelerator_is_none() -> None:
+    for _ in prepared(Drivers()):
+        assert Drivers().current() is None
+
+
+def test_current_when_loop_of_another_accelerator_was_broken_off_is_none(drivers: Drivers) -> None:
+    for _ in prepared(Drivers()):
+        break
     assert drivers.current() is None
 
 

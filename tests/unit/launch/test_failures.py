@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import signal
-from pathlib import Path
 
 import pytest
 
@@ -12,11 +10,9 @@ from drivetrain.launch.failures import (
     Ending,
     Record,
     first_failure,
-    read_record,
     record_of,
     report,
     script_stack,
-    write_record,
 )
 
 GLOO = "[/build/gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:7043"
@@ -165,16 +161,6 @@ def _chained(cause: BaseException) -> BaseException:
 )
 def test_record_when_a_peer_is_gone_then_says_so(error: BaseException, is_echo: bool) -> None:
     assert record_of(_raised(error), rank=0).lost_peer is is_echo
-
-
-def test_record_when_written_and_read_then_is_the_same(tmp_path: Path) -> None:
-    path = str(tmp_path / "error.json")
-    assert read_record(path) is None
-    wrote = record(2, 123, text="caf\u00e9 \udce9".encode("utf-8", "backslashreplace").decode())
-    write_record(wrote, path)
-    assert read_record(path) == wrote
-    assert [entry.name for entry in tmp_path.iterdir()] == ["error.json"]
-    assert json.loads((tmp_path / "error.json").read_text())["rank"] == 2
 
 
 def test_stack_when_the_interpreter_crashed_then_has_no_frame_of_the_launcher() -> None:

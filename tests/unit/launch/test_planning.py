@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
-from drivetrain.config import layer_from_mapping, resolve
+from drivetrain.config import flags, layer_from_flags, layer_from_mapping, layer_from_variables, resolve
+from drivetrain.config.keys import keys
 from drivetrain.errors import ConfigError
 from drivetrain.launch.machine import Devices, Machine
 from drivetrain.launch.planning import LaunchPlan, Seat, plan, rank_variables
@@ -134,8 +137,7 @@ def seat(local_rank: int, *, machine_rank: int = 0) -> Seat:
         run_id="run",
         attempt=1,
         launcher_holds_store=True,
-        config_file="/run/config.yaml",
-        error_file="/run/error.json",
+        settings="{}",
     )
 
 
@@ -161,8 +163,7 @@ def test_variables_when_there_are_two_machines_then_number_ranks_over_both() -> 
         "TORCHELASTIC_USE_AGENT_STORE": "True",
         "OMP_NUM_THREADS": "4",
         "DRIVETRAIN_RUN_ID": "run",
-        "DRIVETRAIN_CONFIG_FILE": "/run/config.yaml",
-        "DRIVETRAIN_ERROR_FILE": "/run/error.json",
+        "DRIVETRAIN_SETTINGS": "{}",
     }
 
 
@@ -170,3 +171,117 @@ def test_variables_when_devices_are_named_then_hide_the_others() -> None:
     assert rank_variables(make({"gpu_ids": "1,3"}, devices=gpus(4)), seat(0))["CUDA_VISIBLE_DEVICES"] == "1,3"
     assert "CUDA_VISIBLE_DEVICES" not in rank_variables(make({"gpu_ids": "all"}, devices=gpus(4)), seat(0))
     assert "CUDA_VISIBLE_DEVICES" not in rank_variables(make({}, devices=gpus(4)), seat(0))
+
+
+OTHER_VALUES: dict[str, object] = {
+    "gpu_ids": "all",
+    "machine_rank": 0,
+    "main_process_ip": "10.0.0.2",
+    "main_process_port": 4712,
+    "same_network": False,
+    "rdzv_backend": "c10d",
+    "max_restarts": 3,
+    "monitor_interval": 7.0,
+    "start_method": "spawn",
+    "num_cpu_threads_per_process": 5,
+    "log_dir": "logs",
+}
+TWO_MACHINES = {"num_machines": 2, "num_processes": 4, "main_process_ip": "10.0.0.1", "main_process_port": 4711}
+LAUNCHES: dict[str, tuple[dict[str, object], Devices]] = {
+    "one process": ({"use_cpu": True}, NO_DEVICES),
+    "two processes": ({"num_processes": 2}, gpus(2)),
+    "two machines": ({**TWO_MACHINES, "machine_rank": 1}, NO_DEVICES),
+}
+
+
+def warnings_of(settings: dict[str, object], flag: dict[str, str], *, devices: Devices = NO_DEVICES) -> tuple[str, ...]:
+    """Return what a launch with this file and these flags says, or refuses."""
+    table = {flag.path: flag for flag in flags()}
+    typed = layer_from_flags([(table[path], f"--{path}", text) for path, text in flag.items()])
+    resolved = resolve([layer_from_mapping(settings, place="run.yaml"), typed])
+    machine = Machine(cpus=8, devices=devices, variables={}, platform="linux", python="python")
+    try:
+        return plan(resolved, script=Script(target="train.py"), machine=machine).warnings
+    except ConfigError as error:
+        return tuple(f"{problem.source} {problem.message}" for problem in error.problems)
+
+
+@pytest.mark.parametrize("launch", LAUNCHES)
+def test_setting_when_it_changes_nothing_in_the_plan_then_its_flag_is_said_to_have_no_effect(launch: str) -> None:
+    settings, devices = LAUNCHES[launch]
+    base = make(settings, devices=devices)
+    only_launcher = {path for path, key in keys().items() if not key.setting.shared} - {"num_machines"}
+    assert only_launcher == set(OTHER_VALUES)
+    for path, value in OTHER_VALUES.items():
+        changed = make({**settings, path: value}, devices=devices)
+        changes = replace(changed, resolved=base.resolved) != base
+        # What the plan only hands on is read by the agent, and a single process has none.
+        changes = changes and not (path == "monitor_interval" and base.start_method == "exec")
+        said = warnings_of(settings, {path: str(value)}, devices=devices)
+        is_neutral = value in (keys()[path].default, *keys()[path].setting.neutral)
+        assert (said == ()) == (changes or is_neutral), (path, said)
+
+
+@pytest.mark.parametrize(
+    ("settings", "flag", "warning"),
+    [
+        ({}, {"main_process_ip": "10.0.0.1"}, "flag --main_process_ip has no effect: this run is on a single machine"),
+        ({}, {"rdzv_backend": "c10d"}, "flag --rdzv_backend has no effect: this run is on a single machine"),
+        (
+            {"rdzv_backend": "c10d"},
+            {},
+            "`rdzv_backend: c10d` (run.yaml) has no effect: this run is on a single machine",
+        ),
+        (
+            {"main_process_ip": "10.0.0.1"},
+            {},
+            "`main_process_ip: 10.0.0.1` (run.yaml) has no effect: this run is on a single machine",
+        ),
+        (
+            {},
+            {"start_method": "spawn"},
+            "flag --start_method has no effect: this run is a single process, which takes the launcher's place",
+        ),
+    ],
+)
+def test_warning_when_a_setting_has_no_effect_then_names_source_and_reason(
+    settings: dict[str, object], flag: dict[str, str], warning: str
+) -> None:
+    assert warnings_of(settings, flag) == (warning,)
+
+
+def test_warning_when_a_variable_has_no_effect_then_names_it() -> None:
+    resolved = resolve([layer_from_variables({"DRIVETRAIN_RDZV_BACKEND": "c10d"})])
+    machine = Machine(cpus=8, devices=NO_DEVICES, variables={}, platform="linux", python="python")
+    assert plan(resolved, script=Script(target="train.py"), machine=machine).warnings == (
+        "`rdzv_backend: c10d` (variable DRIVETRAIN_RDZV_BACKEND) has no effect: this run is on a single machine",
+    )
+
+
+def test_warning_when_a_file_of_accelerate_holds_neutral_values_then_there_is_none() -> None:
+    written_for_everybody: dict[str, object] = {
+        "compute_environment": "LOCAL_MACHINE",
+        "debug": False,
+        "distributed_type": "NO",
+        "downcast_bf16": "no",
+        "enable_cpu_affinity": False,
+        "gpu_ids": "all",
+        "machine_rank": 0,
+        "main_process_ip": None,
+        "main_process_port": None,
+        "main_training_function": "main",
+        "mixed_precision": "no",
+        "num_machines": 1,
+        "num_processes": 1,
+        "rdzv_backend": "static",
+        "tpu_env": [],
+        "tpu_use_cluster": False,
+        "use_cpu": False,
+    }
+    for same_network in (True, False):
+        assert warnings_of({**written_for_everybody, "same_network": same_network}, {}) == ()
+
+
+def test_warning_when_several_processes_are_launched_then_settings_of_the_run_are_never_without_effect() -> None:
+    settings: dict[str, object] = {"ddp_config": {"bucket_cap_mb": 3}, "even_batches": False, "log_dir": "logs"}
+    assert warnings_of(settings, {"check_collectives": "never", "start_method": "spawn"}) == ()

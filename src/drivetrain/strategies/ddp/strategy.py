@@ -18,7 +18,8 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from drivetrain.errors import TrainingStepError
+from drivetrain.cluster.control import Call, Control
+from drivetrain.errors import TopologyError, TrainingStepError
 from drivetrain.protocols import Communication, Engine
 from drivetrain.strategies.common import (
     LocalEngine,
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
     from drivetrain.config import RunConfig
 
 _NAMES_SHOWN = 8
+_LAST_WORD_SECONDS = 2.0
 
 
 class DataParallel(DistributedDataParallel):
@@ -41,9 +43,12 @@ class DataParallel(DistributedDataParallel):
         is_armed: whether the reducer waits for the backward of the last forward.
     """
 
-    def __init__(self, module: nn.Module, **options: Any) -> None:
+    _control: Control | None = None
+
+    def __init__(self, module: nn.Module, control: Control, **options: Any) -> None:
         super().__init__(module, **options)
         self.is_armed = False
+        self._control = control
 
     @torch.compiler.disable(recursive=False)  # type: ignore[untyped-decorator]
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
@@ -53,6 +58,33 @@ class DataParallel(DistributedDataParallel):
         output: Any = super().forward(*inputs, **kwargs)  # type: ignore[no-untyped-call]
         self.is_armed = self.require_backward_grad_sync
         return output
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def _sync_buffers(self) -> None:
+        """Copy rank 0's buffers to all ranks, and say where the ranks are if one does not come. Collective."""
+        control = self._control
+        if control is None:
+            super()._sync_buffers()  # type: ignore[no-untyped-call]
+            return
+        meeting = control.start(Call.FORWARD)
+        try:
+            super()._sync_buffers()  # type: ignore[no-untyped-call]
+        except RuntimeError as error:
+            # Torch only knows that a rank is gone.
+            meeting.wait(seconds=_LAST_WORD_SECONDS)
+            raise TopologyError(
+                f"rank {control.rank} could not take over the buffers of rank 0 in a forward after update "
+                f"{control.updates}: {error}",
+                hint="look for the rank that failed or left first, or for buffers that differ in size between ranks",
+            ) from error
+        # Also rank 0, which only sends, must not go on without the others.
+        meeting.wait()
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what a copy is made from: it runs like any DDP model, and is not in the run."""
+        state: dict[str, Any] = super().__getstate__()  # type: ignore[no-untyped-call]
+        state.pop("_control", None)
+        return state
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -68,7 +100,7 @@ class DDPEngine(LocalEngine):
         super().__init__(module, context)
         settings = context.config.section(DDPSettings)
         self._checks_usage = not (settings.find_unused_parameters or settings.static_graph)
-        self._ddp = DataParallel(module, **_ddp_options(settings, context.device))
+        self._ddp = DataParallel(module, context.ranks.control, **_ddp_options(settings, context.device))
         self.prepared = self._ddp
         self._is_dirty = False
         self._has_own = False
@@ -112,6 +144,11 @@ class DDPEngine(LocalEngine):
             self._check_gradients_there()
             self._reduce()
         self._has_own = False
+
+    def drop_gradients(self) -> None:
+        """Forget all gradients, reduced or not."""
+        super().drop_gradients()
+        self._is_dirty = self._has_own = False
 
     def close(self) -> None:
         """Take the hooks off the model: those of autocast, and DDP's on the gradients."""

@@ -1,0 +1,1 @@
+"""Fully sharded data parallelism: parameters, gradients and optimizer states are spread over ranks."""

@@ -1,0 +1,256 @@
+"""One model under FSDP2: `fully_shard` on its units and on itself, and what the facade needs beyond that.
+
+Torch gathers a unit's parameters before its forward and its backward, and spreads the sum of the ranks' gradients
+right after the backward, adding to what was spread before. Where a backward may not do so the whole gradients stay on
+the rank; `synchronize` then spreads them as the end of a backward would.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+
+from drivetrain.cluster.control import Call
+from drivetrain.errors import PrepareError, TrainingStepError
+from drivetrain.precision.autocast import as_float32
+from drivetrain.strategies.common import StrategyContext, class_name, forward_method
+from drivetrain.strategies.fsdp.gradients import scale_gradients
+from drivetrain.strategies.fsdp.meeting import Meeting
+from drivetrain.strategies.units import Units
+
+
+class FSDPEngine:
+    """A model of whose every parameter this rank holds a part.
+
+    Attributes:
+        module: the user's own model, whose units and itself are now modules of torch's FSDP.
+    """
+
+    def __init__(
+        self, module: nn.Module, units: Units, context: StrategyContext, *, mesh: DeviceMesh, reshards: bool
+    ) -> None:
+        self.module = module.to(context.device)
+        self.prepared: nn.Module = module
+        self._control = context.ranks.control
+        self._meeting = Meeting(context.ranks.control, device=context.device)
+        self._precision = context.precision
+        self._is_dirty = False
+        self._syncs: bool | None = None
+        self._depth = 0
+        self._copy_from_rank_0()
+        self._shard(units, mesh=mesh, reshards=reshards)
+        states = [part._get_fsdp_state() for part in module.modules() if isinstance(part, FSDPModule)]
+        groups = [state._fsdp_param_group for state in states]
+        self._pieces: list[Any] = [piece for group in groups if group is not None for piece in group.fsdp_params]
+        self._handles = self._hook(units)
+
+    # The engine protocol
+
+    def begin(self, *, sync: bool) -> None:
+        """Let the next backwards spread gradients, or not."""
+        if sync is not self._syncs:
+            self._syncs = sync
+            self._root.set_requires_gradient_sync(sync)
+
+    def after_backward(self) -> None:
+        """Note whether a backward has left gradients that are not spread."""
+        self._is_dirty = not self._syncs
+
+    def synchronize(self) -> None:
+        """Spread the gradients that backwards have left whole on this rank; collective if there are any."""
+        if not self._is_dirty:
+            return
+        self._is_dirty = False
+        self.begin(sync=True)
+        # What torch runs at the end of every backward: it spreads what a unit has, and leaves the others alone.
+        cast(Any, self._root._get_fsdp_state())._root_post_backward_final_callback()
+
+    def has_whole_gradients(self) -> bool:
+        """Return whether a backward, also one that nobody told of, has left gradients that are not spread."""
+        return any(gradient is not None for piece in self._pieces for gradient in _gradients_of(piece)[1:])
+
+    def drop_whole_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Forget gradients of these parameters that are not spread."""
+        chosen = {id(parameter) for parameter in parameters}
+        for piece in self._pieces:
+            if id(piece.sharded_param) in chosen:
+                _set_gradients(piece, (piece.sharded_param.grad, None, None))
+
+    def scale_gradients(self, factor: float) -> None:
+        """Multiply all gradients in place."""
+        scale_gradients(self.module.parameters(), factor)
+
+    def gradient_marks(self) -> list[tuple[int, int] | None]:
+        """Return what tells whether a backward has come to this model: it changes some of these."""
+        found = [gradient for piece in self._pieces for gradient in _gradients_of(piece)]
+        return [None if gradient is None else (id(gradient), gradient._version) for gradient in found]
+
+    @contextlib.contextmanager
+    def contribute_nothing(self) -> Iterator[None]:
+        """Make backwards in this context leave zeros: they take part in what is collective, and add nothing.
+
+        Zeros take the place of what arrives at a parameter, so that inf and NaN on the way do not matter.
+        """
+        whole = [piece._unsharded_param for piece in self._pieces if hasattr(piece, "_unsharded_param")]
+        handles = [parameter.register_hook(torch.zeros_like) for parameter in whole if parameter.requires_grad]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def drop_gradients(self) -> None:
+        """Forget all gradients, spread or not."""
+        for piece in self._pieces:
+            _set_gradients(piece, (None, None, None))
+        self._is_dirty = False
+
+    @contextlib.contextmanager
+    def keep_gradients(self) -> Iterator[None]:
+        """Leave the gradients as they are, whatever backward runs in this context."""
+        kept = [(piece, _gradients_of(piece)) for piece in self._pieces]
+        for piece, _ in kept:
+            _set_gradients(piece, (None, None, None))
+        try:
+            yield
+        finally:
+            for piece, gradients in kept:
+                _set_gradients(piece, gradients)
+
+    def forward_method(self, name: str) -> Callable[..., Any]:
+        """Make a method of the model gather parameters as a forward does, and return it."""
+        return forward_method(self.module, name, prepared=self.module)
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Return all parameters and persistent buffers whole, under the model's own names; collective."""
+        self._control.agree(Call.STATE)
+        whole: dict[int, Tensor] = {}
+        state: dict[str, Tensor] = {}
+        for name, value in self.module.state_dict(keep_vars=True).items():
+            if isinstance(value, Tensor):
+                # Tied weights are one tensor under several names, and stay so.
+                if id(value) not in whole:
+                    own = value.detach()
+                    whole[id(value)] = own.full_tensor() if isinstance(own, DTensor) else own
+                state[name] = whole[id(value)]
+        return state
+
+    def close(self) -> None:
+        """Take our hooks off the model; it stays sharded."""
+        for handle in self._handles:
+            handle.remove()
+
+    # Making it
+
+    @property
+    def _root(self) -> FSDPModule:
+        assert isinstance(self.module, FSDPModule)
+        return self.module
+
+    @torch.no_grad()
+    def _copy_from_rank_0(self) -> None:
+        for name, parameter in self.module.named_parameters():
+            if parameter.dim() == 0:
+                raise PrepareError(
+                    f"{name} of {type(self.module).__name__} is a parameter without dimensions, which has no parts to "
+                    "spread over ranks",
+                    hint="give it the shape (1,)",
+                )
+        if self._control.world_size > 1:
+            for value in (*self.module.parameters(), *self.module.buffers()):
+                dist.broadcast(value, src=0)
+
+    def _shard(self, units: Units, *, mesh: DeviceMesh, reshards: bool) -> None:
+        dtype = self._precision.compute_dtype
+        policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32 if dtype else None)
+        self._check_ties(units)
+        for unit in units.modules:
+            fully_shard(unit, mesh=mesh, mp_policy=policy, reshard_after_forward=reshards)
+        fully_shard(self.module, mesh=mesh, mp_policy=policy, reshard_after_forward=None if reshards else False)
+
+    def _check_ties(self, units: Units) -> None:
+        """Refuse a weight that two units share, or a unit and the rest: each would hold a copy of its own."""
+        homes: dict[nn.Module, nn.Module] = {}
+        for unit in units.modules:
+            for part in unit.modules():
+                homes.setdefault(part, unit)
+        owners: dict[int, nn.Module] = {}
+        for part in self.module.modules():
+            home = homes.get(part, self.module)
+            for name, parameter in part.named_parameters(recurse=False):
+                owner = owners.setdefault(id(parameter), home)
+                if owner is not home:
+                    raise PrepareError(
+                        f"{name} of {type(part).__name__} is shared by two units, "
+                        f"{class_name(owner)} and {class_name(home)}",
+                        hint="name other classes as units, such that modules with shared weights lie in one or in none",
+                    )
+
+    # Watching forwards
+
+    def _hook(self, units: Units) -> list[Any]:
+        """Hook the root's forward, and whatever cannot run outside of it."""
+        handles: list[Any] = [
+            self.module.register_forward_pre_hook(self._enter_forward, prepend=True),
+            self.module.register_forward_hook(self._leave_forward, always_call=True),
+        ]
+        guarded = set(units.modules)
+        inside = {part for unit in units.modules for part in unit.modules()}
+        guarded.update(
+            part
+            for part in self.module.modules()
+            if part is not self.module and part not in inside and next(part.parameters(recurse=False), None) is not None
+        )
+        handles += [part.register_forward_pre_hook(self._check_inside, prepend=True) for part in guarded]
+        return handles
+
+    def _enter_forward(self, module: nn.Module, inputs: tuple[Any, ...]) -> None:
+        del module, inputs
+        self._depth += 1
+        if self._depth > 1:
+            return
+        self._meeting.hold(Call.FORWARD)
+        for piece in self._pieces:
+            whole = getattr(piece, "_unsharded_param", None)
+            if whole is not None and whole.requires_grad is not piece.sharded_param.requires_grad:
+                whole.requires_grad_(piece.sharded_param.requires_grad)
+
+    def _leave_forward(self, module: nn.Module, inputs: tuple[Any, ...], output: Any) -> Any:
+        del module, inputs
+        self._depth -= 1
+        self._meeting.end()
+        if self._depth == 0 and not torch.is_grad_enabled():
+            # Torch keeps the root's parameters whole for the backward, and none comes.
+            self._root.reshard()
+        return output if self._precision.compute_dtype is None else as_float32(output)
+
+    def _check_inside(self, module: nn.Module, inputs: tuple[Any, ...]) -> None:
+        del inputs
+        # A checkpointed block runs once more in the middle of a backward.
+        if self._depth == 0 and torch._C._current_graph_task_id() == -1:
+            raise TrainingStepError(
+                f"{class_name(module)} ran outside the forward of {class_name(self.module)}, whose parameters "
+                "are spread over ranks and are gathered there",
+                hint="call the model itself; to run another of its methods, use "
+                "accelerator.forward_method(model, 'name_of_the_method')",
+            )
+
+
+def _gradients_of(piece: Any) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """Return the gradients that torch keeps for a parameter: spread, whole, and whole in the dtype of reduction."""
+    whole = getattr(piece, "_unsharded_param", None)
+    return piece.sharded_param.grad, None if whole is None else whole.grad, piece.unsharded_accumulated_grad
+
+
+def _set_gradients(piece: Any, gradients: Sequence[Tensor | None]) -> None:
+    piece.sharded_param.grad, whole_gradient, piece.unsharded_accumulated_grad = gradients
+    if hasattr(piece, "_unsharded_param"):
+        piece._unsharded_param.grad = whole_gradient

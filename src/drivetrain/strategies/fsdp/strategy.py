@@ -1,0 +1,184 @@
+"""Fully sharded data parallelism: every rank holds a part of every parameter, by torch's FSDP2.
+
+`fully_shard` puts new parameters in the place of a model's own. Optimizers are pointed to the new ones, whether they
+are prepared with the model, before or after it, and keep what state they have.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.optim import Optimizer
+
+from drivetrain.cluster.control import Call
+from drivetrain.cluster.log import say
+from drivetrain.protocols import Communication, Engine
+from drivetrain.strategies.common import (
+    ReplicatedStepper,
+    StrategyContext,
+    class_name,
+    optimizer_parameters,
+    run_backward,
+)
+from drivetrain.strategies.fsdp.engine import FSDPEngine
+from drivetrain.strategies.fsdp.gradients import clamp, clip_to, global_norm
+from drivetrain.strategies.fsdp.meeting import Meeting
+from drivetrain.strategies.fsdp.settings import FSDPSettings
+from drivetrain.strategies.units import Units, find_units
+
+if TYPE_CHECKING:
+    from drivetrain.config import RunConfig
+
+SHARD_AXIS = "dp_shard"
+
+
+class FSDPStepper(ReplicatedStepper):
+    """An optimizer over parts of parameters; it works on them as on whole ones, element by element."""
+
+    def __init__(self, optimizer: Optimizer, strategy: FSDPStrategy) -> None:
+        super().__init__(optimizer)
+        self._strategy = strategy
+
+    def has_gradients(self) -> bool:
+        """Return whether any parameter has a gradient, spread or not."""
+        return super().has_gradients() or any(engine.has_whole_gradients() for engine in self._strategy.engines)
+
+    def zero_grad(self, *, set_to_none: bool) -> None:
+        """Clear the gradients, spread or not."""
+        super().zero_grad(set_to_none=set_to_none)
+        for engine in self._strategy.engines:
+            engine.drop_whole_gradients(optimizer_parameters(self.optimizer))
+
+    def grad_norm(self) -> Tensor:
+        """Return the L2 norm of this optimizer's gradients over all ranks; collective."""
+        return self._strategy.norm(optimizer_parameters(self.optimizer), norm_type=2.0)
+
+
+class FSDPStrategy:
+    """Training with sharded parameters, gradients and optimizer states."""
+
+    def __init__(self, context: StrategyContext) -> None:
+        self._context = context
+        self._settings = context.config.section(FSDPSettings)
+        self._meeting = Meeting(context.ranks.control, device=context.device)
+        self._mesh: DeviceMesh | None = None
+        self._optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+        self._replaced: dict[int, tuple[weakref.ref[nn.Parameter], weakref.ref[nn.Parameter]]] = {}
+        self.engines: weakref.WeakSet[FSDPEngine] = weakref.WeakSet()
+        # Torch averages what it spreads.
+        self.divisor = context.ranks.world_size
+
+    @staticmethod
+    def communication(config: RunConfig) -> Communication:
+        """Return the defaults, with a process group also for one rank: a mesh lies over one."""
+        del config
+        return Communication(needs_group=True)
+
+    def setup(self, models: Sequence[nn.Module], optimizers: Sequence[Optimizer]) -> Sequence[Engine]:
+        """Shard models in place, as rank 0 has them, and point optimizers to the parts; collective."""
+        engines = [self._engine(model) for model in models]
+        for optimizer in {*self._optimizers, *optimizers}:
+            self._point_to_parts(optimizer)
+        return engines
+
+    def attach(self, optimizer: Optimizer, engines: Sequence[Engine]) -> FSDPStepper:
+        """Prepare an optimizer, built before or after its models were sharded."""
+        del engines
+        self._point_to_parts(optimizer)
+        self._optimizers.add(optimizer)
+        return FSDPStepper(optimizer, self)
+
+    def backward(
+        self, loss: Tensor, engines: Sequence[Engine], *, contributes: bool, retain_graph: bool
+    ) -> Sequence[Engine]:
+        """Run the backward pass; every rank gathers and spreads in it, also where it contributes nothing."""
+        sharded = [engine for engine in engines if isinstance(engine, FSDPEngine)]
+        self._meeting.hold(Call.BACKWARD)
+        with contextlib.ExitStack() as stack:
+            if not contributes:
+                for engine in sharded:
+                    stack.enter_context(engine.contribute_nothing())
+            reached = run_backward(loss, sharded, retain_graph=retain_graph)
+        self._meeting.end()
+        for engine in sharded:
+            if engine in reached:
+                engine.after_backward()
+        return reached
+
+    def clip_grad_norm(
+        self, parameters: Iterable[nn.Parameter], *, max_norm: float, norm_type: float, factor: float
+    ) -> Tensor:
+        """Multiply gradients by `factor` and clip their norm over all ranks; collective.
+
+        Source: Pascanu et al. 2013, arXiv 1211.5063.
+        """
+        chosen = list(parameters)
+        norm = self.norm(chosen, norm_type=norm_type)
+        if factor != 1.0:
+            norm = norm * factor
+        clip_to(chosen, norm, max_norm=max_norm, factor=factor)
+        return norm
+
+    def clip_grad_value(self, parameters: Iterable[nn.Parameter], *, clip_value: float) -> None:
+        """Clamp every element to [-clip_value, clip_value]."""
+        clamp(parameters, limit=clip_value)
+
+    def norm(self, parameters: Iterable[nn.Parameter], *, norm_type: float) -> Tensor:
+        """Return the norm of gradients over all ranks; collective."""
+        return global_norm(
+            parameters, norm_type=norm_type, control=self._context.ranks.control, device=self._context.device
+        )
+
+    def _engine(self, model: nn.Module) -> FSDPEngine:
+        wraps = self._settings.auto_wrap_policy == "TRANSFORMER_BASED_WRAP"
+        units = find_units(model, self._settings.unit_names) if wraps else Units(modules=(), reason="NO_WRAP")
+        if self._mesh is None:
+            self._mesh = init_device_mesh(
+                self._context.device.type, (self._context.ranks.world_size,), mesh_dim_names=(SHARD_AXIS,)
+            )
+        former = dict(model.named_parameters())
+        engine = FSDPEngine(model, units, self._context, mesh=self._mesh, reshards=self._settings.reshard_after_forward)
+        self.engines.add(engine)
+        for name, part in model.named_parameters():
+            self._replaced[id(former[name])] = weakref.ref(former[name]), weakref.ref(part)
+        if self._context.ranks.rank == 0:
+            say(f"{class_name(model)} is sharded over {_ranks(self._context.ranks.world_size)}, units: {units}")
+            if not wraps:
+                say("NO_WRAP gathers the whole model at once: no memory is saved while forward and backward run")
+        return engine
+
+    def _point_to_parts(self, optimizer: Optimizer) -> None:
+        """Put the parts in the place of parameters that have been replaced, in groups and state."""
+        for group in optimizer.param_groups:
+            group["params"] = [self._part_of(parameter) for parameter in group["params"]]
+        for parameter in list(optimizer.state):
+            part = self._part_of(parameter)  # type: ignore[arg-type]
+            if part is not parameter:
+                state = optimizer.state.pop(parameter)
+                optimizer.state[part] = {name: _cut(value, like=part) for name, value in state.items()}
+
+    def _part_of(self, parameter: nn.Parameter) -> nn.Parameter:
+        former, part = self._replaced.get(id(parameter), (None, None))
+        if former is None or part is None or former() is not parameter:
+            return parameter
+        found = part()
+        return parameter if found is None else found
+
+
+def _ranks(count: int) -> str:
+    return "1 rank" if count == 1 else f"{count} ranks"
+
+
+def _cut(value: object, *, like: nn.Parameter) -> object:
+    """Return this rank's part of a tensor in an optimizer's state that has the shape of its parameter."""
+    if not isinstance(value, Tensor) or value.shape != like.shape or not isinstance(like.data, DTensor):
+        return value
+    with torch.no_grad():
+        return distribute_tensor(value, like.data.device_mesh, like.data.placements, src_data_rank=None)
