@@ -1,4 +1,4 @@
-"""What a training step costs over the same torch calls by hand, on one process and under DDP on two ranks.
+"""What a training step costs over the same torch calls by hand: on one process, and under DDP and FSDP2 on two ranks.
 
     python benchmarks/step.py
 
@@ -23,6 +23,7 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
@@ -38,7 +39,7 @@ MAX_NORM = 1.0
 NUM_UNTIMED = 5  # steps that make optimizer states, buckets and caches
 TURN = 10  # steps
 GOAL_MICROSECONDS = 20.0  # on one process
-GOAL_PERCENT = 3.0  # of a step of about 20 ms under DDP
+GOAL_PERCENT = 3.0  # of a step of about 20 ms on two ranks
 
 Loop = Iterator[None]
 
@@ -84,7 +85,7 @@ class Workload:
 
 
 TINY = Workload(width=16, depth=2, batch_size=8, num_steps=500)
-DDP_WORKLOAD = Workload(width=512, depth=5, batch_size=64, num_steps=50)
+RANKS_WORKLOAD = Workload(width=512, depth=5, batch_size=64, num_steps=50)
 
 
 def schedule_of(optimizer: Optimizer) -> LRScheduler:
@@ -100,12 +101,20 @@ def loss_of(model: nn.Module, batch: list[Tensor]) -> Tensor:
 # The loops: each yields after a step, and never ends
 
 
-def by_hand(workload: Workload, *, clips: bool) -> Loop:
-    """Train in plain torch, under DDP where a process group is open."""
+def by_hand(workload: Workload, *, clips: bool, kind: str = "NO") -> Loop:
+    """Train in plain torch, under DDP or FSDP2 where a process group is open."""
     num_ranks = dist.get_world_size() if dist.is_initialized() else 1
     model, optimizer, loader, schedule = workload.parts(num_ranks=num_ranks)
-    if num_ranks > 1:
+    if kind == "FSDP":
+        for layer in model.children():
+            if isinstance(layer, nn.Sequential):
+                fully_shard(layer)
+        fully_shard(model)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        schedule = schedule_of(optimizer)
+    elif num_ranks > 1:
         model = DistributedDataParallel(model)
+    if num_ranks > 1:
         sampler: DistributedSampler[Any] = DistributedSampler(loader.dataset)
         loader = DataLoader(loader.dataset, batch_size=workload.batch_size, sampler=sampler)
     while True:
@@ -135,9 +144,16 @@ def through(accelerator: Any, workload: Workload, *, clips: bool) -> Loop:
             yield
 
 
-def ours(workload: Workload, *, non_finite: str, clips: bool) -> Loop:
+def ours(workload: Workload, *, non_finite: str, clips: bool, kind: str) -> Loop:
     """Train with drivetrain."""
-    return through(Accelerator(cpu=True, non_finite=non_finite), workload, clips=clips)  # type: ignore[arg-type]
+    units = {"transformer_layer_cls_to_wrap": "Sequential"} if kind == "FSDP" else None
+    accelerator = Accelerator(
+        cpu=True,
+        non_finite=non_finite,  # type: ignore[arg-type]
+        distributed_type=kind,
+        fsdp_config=units,
+    )
+    return through(accelerator, workload, clips=clips)
 
 
 def theirs(workload: Workload, *, clips: bool) -> Loop:
@@ -154,12 +170,13 @@ def other_title() -> str | None:
     return None
 
 
-def loops(workload: Workload, *, clips: bool) -> dict[str, Loop]:
+def loops(workload: Workload, *, clips: bool, kind: str = "NO") -> dict[str, Loop]:
     """Return the loops to compare, by title; the one by hand first."""
-    found = {BY_HAND: by_hand(workload, clips=clips)}
+    found = {BY_HAND: by_hand(workload, clips=clips, kind=kind)}
     for non_finite in ("ignore", "raise"):
-        found[f"drivetrain, non_finite={non_finite}"] = ours(workload, non_finite=non_finite, clips=clips)
-    if (title := other_title()) is not None:
+        found[f"drivetrain, non_finite={non_finite}"] = ours(workload, non_finite=non_finite, clips=clips, kind=kind)
+    # Accelerate has no FSDP2 on the CPU.
+    if (title := other_title()) is not None and kind != "FSDP":
         found[title] = theirs(workload, clips=clips)
     return found
 
@@ -189,9 +206,10 @@ def _timed(loop: Loop) -> float:
     return 1e6 * (time.perf_counter() - start) / TURN
 
 
-def measure_ddp(*, rounds: int) -> dict[str, list[float]]:
-    """Measure under DDP; for every rank of an open group."""
-    return measure(loops(DDP_WORKLOAD, clips=False), rounds=rounds)
+def measure_ranks(kind: str, *, rounds: int, clips: bool) -> dict[str, list[float]]:
+    """Measure a `distributed_type`; for every rank of an open group."""
+    torch.set_num_threads(1)
+    return measure(loops(RANKS_WORKLOAD, clips=clips, kind=kind), rounds=rounds)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -247,7 +265,7 @@ def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description="The cost of a step over the same torch calls by hand.")
     parser.add_argument(
-        "--rounds", type=int, default=300, help=f"turns of {TURN} steps for each loop; under DDP a tenth"
+        "--rounds", type=int, default=300, help=f"turns of {TURN} steps for each loop; on two ranks a tenth"
     )
     rounds = parser.parse_args().rounds
     torch.set_num_threads(1)
@@ -258,10 +276,13 @@ def main() -> None:
     judge("drivetrain, non_finite=ignore", plain, limit=GOAL_MICROSECONDS, unit="microseconds")
     report("one process, clipping", measure(loops(TINY, clips=True), rounds=rounds))
 
-    ddp = ranks.run(measure_ddp, rounds=rounds // 10, ranks=2, timeout=600, init_group=True)[0]
-    report(f"DDP on 2 ranks: {DDP_WORKLOAD.title}", ddp)
-    for non_finite in ("ignore", "raise"):
-        judge(f"drivetrain, non_finite={non_finite}", ddp, limit=GOAL_PERCENT, unit="percent")
+    for title, kind in (("DDP", "MULTI_CPU"), ("FSDP2", "FSDP")):
+        for clips in (False, True):
+            options = {"rounds": rounds // 10, "clips": clips}
+            costs = ranks.run(measure_ranks, kind, ranks=2, timeout=600, init_group=True, **options)[0]
+            report(f"{title} on 2 ranks{', clipping' if clips else ''}: {RANKS_WORKLOAD.title}", costs)
+            for non_finite in ("ignore", "raise"):
+                judge(f"drivetrain, non_finite={non_finite}", costs, limit=GOAL_PERCENT, unit="percent")
 
 
 if __name__ == "__main__":

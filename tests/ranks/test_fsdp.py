@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections import Counter
 from collections.abc import Callable
@@ -165,9 +166,14 @@ def test_collectives_when_parameters_stay_gathered_then_the_backward_gathers_not
 
 
 def gradients_of(
-    *, window: int = 1, score: bool = False, checkpoints: bool = False, evaluates: bool = False
+    *,
+    window: int = 1,
+    score: bool = False,
+    checkpoints: bool = False,
+    evaluates: bool = False,
+    fsdp_config: dict[str, Any] | None = None,
 ) -> dict[str, Tensor]:
-    with Accelerator(gradient_accumulation_steps=window, **SETTINGS) as accelerator:
+    with Accelerator(gradient_accumulation_steps=window, fsdp_config=fsdp_config, **SETTINGS) as accelerator:
         model = accelerator.prepare(build(checkpoints=checkpoints))
         optimizer = accelerator.prepare(torch.optim.SGD(model.parameters(), lr=0.0))
         if score:
@@ -186,13 +192,113 @@ def gradients_of(
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 4])
 @pytest.mark.parametrize(
-    "options", [{}, {"window": 3}, {"score": True}, {"checkpoints": True}, {"evaluates": True}], ids=str
+    "options",
+    [
+        {},
+        {"window": 3},
+        {"score": True},
+        {"checkpoints": True},
+        {"evaluates": True},
+        {"evaluates": True, "fsdp_config": {"reshard_after_forward": False}},
+        {"window": 2, "fsdp_config": {"auto_wrap_policy": "NO_WRAP"}},
+    ],
+    ids=str,
 )
 def test_gradients_when_sharded_then_are_those_of_plain_torch(num_ranks: int, options: dict[str, Any]) -> None:
     numbers = tuple(range(options.get("window", 1)))
     expected = reference_gradients(num_ranks, numbers=numbers, score=options.get("score", False))
     for found in ranks.run(gradients_of, ranks=num_ranks, **options):
         assert differences(found, expected) <= 1e-6
+
+
+def gradients_after_a_broken_forward() -> dict[str, Tensor]:
+    with Accelerator(**SETTINGS) as accelerator:
+        model = accelerator.prepare(build())
+        optimizer = accelerator.prepare(torch.optim.SGD(model.parameters(), lr=0.0))
+        handle = model.blocks[1].register_forward_pre_hook(_break_off)
+        for _ in range(2):
+            with contextlib.suppress(ZeroDivisionError):
+                model(ids_of(accelerator.process_index))
+        handle.remove()
+        accelerator.backward(model(ids_of(accelerator.process_index)).square().mean())
+        optimizer.step()
+        return {name: whole(value.grad) for name, value in model.named_parameters()}
+
+
+def _break_off(*_: object) -> None:
+    raise ZeroDivisionError
+
+
+def test_gradients_when_a_forward_was_broken_off_before_then_are_those_of_plain_torch() -> None:
+    for found in ranks.run(gradients_after_a_broken_forward, ranks=2, timeout=SECONDS):
+        assert differences(found, reference_gradients(2)) <= 1e-6
+
+
+class Odd(nn.Module):
+    """A parameter that is no row after the other in memory, fewer rows than ranks, and a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.turned = nn.Parameter(torch.arange(6.0).view(2, 3).t())
+        self.register_buffer("shift", torch.arange(6.0).view(3, 2).t())
+        self.last = nn.Parameter(torch.ones(1, 2))
+
+    def forward(self) -> Tensor:
+        return (self.last @ (self.turned.t() + self.shift)).square().mean()
+
+
+def train_odd(settings: dict[str, Any] | None) -> dict[str, Tensor]:
+    model = Odd()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    if settings is None:
+        for _ in range(3):
+            model().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return dict(model.state_dict())
+    with Accelerator(**settings) as accelerator:
+        model, optimizer = accelerator.prepare(model, optimizer)
+        for _ in range(3):
+            accelerator.backward(model())
+            optimizer.step()
+            optimizer.zero_grad()
+        return accelerator.get_state_dict(model)
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 4])
+def test_parameters_when_of_odd_shapes_and_strides_then_train_as_plainly(num_ranks: int) -> None:
+    expected = train_odd(None)
+    for found in ranks.run(train_odd, SETTINGS, ranks=num_ranks):
+        assert differences(found, expected) <= 1e-6
+
+
+def two_models_in_turn() -> tuple[float, float]:
+    """One model's window is open, with gradients that are not spread yet, while the other's updates end."""
+    with Accelerator(**SETTINGS) as accelerator:
+        slow, quick = Scalar(), Scalar()
+        slow, quick, slow_optimizer, quick_optimizer = accelerator.prepare(
+            slow, quick, torch.optim.SGD(slow.parameters(), lr=1.0), torch.optim.SGD(quick.parameters(), lr=1.0)
+        )
+        for number in range(4):
+            accelerator.gradient_accumulation_steps = 4
+            with accelerator.accumulate(slow):
+                accelerator.backward(slow(torch.ones(1)).sum(), num_items=1)
+                slow_optimizer.step()
+                slow_optimizer.zero_grad()
+            accelerator.gradient_accumulation_steps = 1
+            with accelerator.accumulate(quick):
+                accelerator.backward(quick(torch.full((1,), float(number))).sum(), num_items=3)
+                quick_optimizer.step()
+                quick_optimizer.zero_grad()
+                quick_optimizer.step()
+        states = [accelerator.get_state_dict(model) for model in (slow, quick)]
+        return states[0]["weight"].item(), states[1]["weight"].item()
+
+
+def test_two_models_when_one_window_is_open_then_the_other_is_not_disturbed() -> None:
+    for slow, quick in ranks.run(two_models_in_turn, ranks=2, timeout=SECONDS):
+        assert slow == pytest.approx(-1.0)
+        assert quick == pytest.approx(-(0 + 1 + 2 + 3) / 3)
 
 
 def discard_an_update_and_train() -> dict[str, Tensor]:
@@ -338,6 +444,12 @@ def tie_two_blocks() -> None:
     Accelerator(**SETTINGS).prepare(model)
 
 
+def mix_types() -> None:
+    model = build()
+    model.blocks[1].second.bfloat16()
+    Accelerator(**SETTINGS).prepare(model)
+
+
 def save_on_one_rank() -> None:
     with Accelerator(**SETTINGS) as accelerator:
         model = accelerator.prepare(build())
@@ -357,6 +469,7 @@ REFUSED = [
     ),
     (prepare_a_parameter_without_dimensions, "PrepareError", "1.value of Sequential", "shape (1,)"),
     (tie_two_blocks, "PrepareError", "weight of Linear is shared by two units", "Block and Block"),
+    (mix_types, "PrepareError", "Block has parameters of torch.float32 and of torch.bfloat16", "weight of Linear"),
     (save_on_one_rank, "RankMismatchError", "rank 0: get_state_dict()", "rank 1: wait_for_everyone()"),
     (clip_former_parameters, "PrepareError", "15 of the parameters", "again, after prepare()"),
     (share_a_former_parameter, "PrepareError", "shares parameters with another prepared model", "weight"),

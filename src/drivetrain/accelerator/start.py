@@ -150,7 +150,7 @@ def _first_line(resolved: Resolved, ranks: Ranks, placement: Placement, spec: St
     mixed_precision = resolved.config.mixed_precision
     by_type = resolved.config.wants_cpu and not resolved.config.use_cpu
     reason = f"`distributed_type: {resolved.config.distributed_type}`" if by_type else placement.reason
-    precision = "fp32" if mixed_precision == "no" else f"{mixed_precision} autocast over fp32 parameters"
+    precision = "fp32" if mixed_precision == "no" else f"{mixed_precision} over fp32 parameters"
     source = resolved.sources.get("mixed_precision", "default")
     through = f" through {ranks.backend}" if ranks.backend else ""
     return (

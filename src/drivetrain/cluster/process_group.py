@@ -49,12 +49,13 @@ class Ranks:
         if not self._is_open:
             return
         self._is_open = False
-        if self.control.group is None or not dist.is_initialized():
+        if not dist.is_initialized():
             return
         if not self._owns:
-            dist.destroy_process_group(self.control.group)
+            if self.control.group is not None:
+                dist.destroy_process_group(self.control.group)
             return
-        if not is_failing:
+        if not is_failing and self.control.group is not None:
             self._meet_at_the_end()
         dist.destroy_process_group()
 

@@ -47,7 +47,8 @@ class FSDPEngine:
         self._depth = 0
         self._copy_from_rank_0()
         self._shard(units, mesh=mesh, reshards=reshards)
-        states = [part._get_fsdp_state() for part in module.modules() if isinstance(part, FSDPModule)]
+        self._sharded_modules = [part for part in module.modules() if isinstance(part, FSDPModule)]
+        states = [part._get_fsdp_state() for part in self._sharded_modules]
         groups = [state._fsdp_param_group for state in states]
         self._pieces: list[Any] = [piece for group in groups if group is not None for piece in group.fsdp_params]
         self._handles = self._hook(units)
@@ -73,16 +74,15 @@ class FSDPEngine:
         # What torch runs at the end of every backward: it spreads what a unit has, and leaves the others alone.
         cast(Any, self._root._get_fsdp_state())._root_post_backward_final_callback()
 
-    def has_whole_gradients(self) -> bool:
+    def has_whole_gradients(self, parameters: Iterable[nn.Parameter]) -> bool:
         """Return whether a backward, also one that nobody told of, has left gradients that are not spread."""
-        return any(gradient is not None for piece in self._pieces for gradient in _gradients_of(piece)[1:])
+        found = (_gradients_of(piece)[1:] for piece in self._pieces_of(parameters))
+        return any(gradient is not None for gradients in found for gradient in gradients)
 
     def drop_whole_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
         """Forget gradients of these parameters that are not spread."""
-        chosen = {id(parameter) for parameter in parameters}
-        for piece in self._pieces:
-            if id(piece.sharded_param) in chosen:
-                _set_gradients(piece, (piece.sharded_param.grad, None, None))
+        for piece in self._pieces_of(parameters):
+            _set_gradients(piece, (piece.sharded_param.grad, None, None))
 
     def scale_gradients(self, factor: float) -> None:
         """Multiply all gradients in place."""
@@ -140,13 +140,17 @@ class FSDPEngine:
                 if id(value) not in whole:
                     own = value.detach()
                     whole[id(value)] = own.full_tensor() if isinstance(own, DTensor) else own
-                state[name] = whole[id(value)]
+                state[name.replace("_orig_mod.", "")] = whole[id(value)]
         return state
 
     def close(self) -> None:
         """Take our hooks off the model; it stays sharded."""
         for handle in self._handles:
             handle.remove()
+
+    def _pieces_of(self, parameters: Iterable[nn.Parameter]) -> Iterator[Any]:
+        chosen = {id(parameter) for parameter in parameters}
+        return (piece for piece in self._pieces if id(piece.sharded_param) in chosen)
 
     # Making it
 
@@ -164,25 +168,35 @@ class FSDPEngine:
                     "spread over ranks",
                     hint="give it the shape (1,)",
                 )
+            parameter.data = parameter.data.contiguous()
         if self._control.world_size > 1:
-            for value in (*self.module.parameters(), *self.module.buffers()):
+            for value in self.module.parameters():
                 dist.broadcast(value, src=0)
+            for buffer in self.module.buffers():
+                whole = buffer.contiguous()
+                dist.broadcast(whole, src=0)
+                buffer.copy_(whole)
 
     def _shard(self, units: Units, *, mesh: DeviceMesh, reshards: bool) -> None:
         dtype = self._precision.compute_dtype
         policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32 if dtype else None)
-        self._check_ties(units)
+        self._check_units(units)
         for unit in units.modules:
             fully_shard(unit, mesh=mesh, mp_policy=policy, reshard_after_forward=reshards)
         fully_shard(self.module, mesh=mesh, mp_policy=policy, reshard_after_forward=None if reshards else False)
 
-    def _check_ties(self, units: Units) -> None:
-        """Refuse a weight that two units share, or a unit and the rest: each would hold a copy of its own."""
+    def _check_units(self, units: Units) -> None:
+        """Refuse what a unit cannot hold.
+
+        A weight that two units share, or a unit and the rest: each would hold a copy of its own. Parameters of unlike
+        types: a unit travels as one piece.
+        """
         homes: dict[nn.Module, nn.Module] = {}
         for unit in units.modules:
             for part in unit.modules():
                 homes.setdefault(part, unit)
         owners: dict[int, nn.Module] = {}
+        dtypes: dict[nn.Module, torch.dtype] = {}
         for part in self.module.modules():
             home = homes.get(part, self.module)
             for name, parameter in part.named_parameters(recurse=False):
@@ -192,6 +206,12 @@ class FSDPEngine:
                         f"{name} of {type(part).__name__} is shared by two units, "
                         f"{class_name(owner)} and {class_name(home)}",
                         hint="name other classes as units, such that modules with shared weights lie in one or in none",
+                    )
+                if dtypes.setdefault(home, parameter.dtype) != parameter.dtype:
+                    raise PrepareError(
+                        f"{class_name(home)} has parameters of {dtypes[home]} and of {parameter.dtype} "
+                        f"({name} of {class_name(part)}), and is gathered as one piece",
+                        hint="give all parameters of a unit one type, or name classes as units that have one each",
                     )
 
     # Watching forwards
@@ -218,6 +238,7 @@ class FSDPEngine:
         if self._depth > 1:
             return
         self._meeting.hold(Call.FORWARD)
+        self._recover()
         for piece in self._pieces:
             whole = getattr(piece, "_unsharded_param", None)
             if whole is not None and whole.requires_grad is not piece.sharded_param.requires_grad:
@@ -228,9 +249,26 @@ class FSDPEngine:
         self._depth -= 1
         self._meeting.end()
         if self._depth == 0 and not torch.is_grad_enabled():
-            # Torch keeps the root's parameters whole for the backward, and none comes.
-            self._root.reshard()
+            # Torch keeps parameters whole for the backward, and none comes.
+            for part in self._sharded_modules:
+                part.reshard()
         return output if self._precision.compute_dtype is None else as_float32(output)
+
+    def _recover(self) -> None:
+        """Bring torch's records in order after a forward that was broken off by an exception.
+
+        Raises:
+            TrainingStepError: gradients of the open window would be lost with them.
+        """
+        if cast(Any, self._root._get_fsdp_state())._state_ctx.iter_forward_root is None:
+            return
+        if self._is_dirty:
+            raise TrainingStepError(
+                f"a forward of {class_name(self.module)} was broken off by an exception, and gradients of this window "
+                "cannot be kept",
+                hint="start again from the last checkpoint",
+            )
+        self._root.reset_iter_state()
 
     def _check_inside(self, module: nn.Module, inputs: tuple[Any, ...]) -> None:
         del inputs

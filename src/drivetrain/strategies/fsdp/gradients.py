@@ -39,8 +39,11 @@ def global_norm(
     Every element lies on one rank only, so the norm of the ranks' norms is that of the whole. The ranks meet on the
     CPU first: one that is elsewhere is found there. Nothing of it reads an accelerator.
     """
-    parts = [gradient for gradient in local_gradients(parameters) if gradient.numel()]
-    own = total_norm(parts, norm_type) if parts else torch.zeros((), device=device)
+    found = local_gradients(parameters)
+    # A rank without elements has a norm of the others' type.
+    dtype = torch.promote_types(found[0].dtype if found else torch.float32, torch.float32)
+    parts = [gradient for gradient in found if gradient.numel()]
+    own = total_norm(parts, norm_type) if parts else torch.zeros((), dtype=dtype, device=device)
     if device.type == "cpu":
         meeting = control.start(Call.NORM, tensor=own)
         meeting.wait()

@@ -69,6 +69,13 @@ _ABSENT: Mapping[str, Dropped] = MappingProxyType(
     }
 )
 
+_ABSENT_VALUES: Mapping[tuple[str, str], str] = MappingProxyType(
+    {
+        ("auto_wrap_policy", "SIZE_BASED_WRAP"): "cutting a model by size is not there yet",
+        ("version", "1"): "the first version of FSDP is not supported",
+    }
+)
+
 SPEC = StrategySpec(
     name="fsdp",
     title="fully sharded data parallelism (FSDP2)",
@@ -80,4 +87,5 @@ SPEC = StrategySpec(
     implementation="drivetrain.strategies.fsdp.strategy:FSDPStrategy",
     flag="use_fsdp",
     absent=_ABSENT,
+    absent_values=_ABSENT_VALUES,
 )

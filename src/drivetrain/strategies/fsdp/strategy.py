@@ -48,7 +48,8 @@ class FSDPStepper(ReplicatedStepper):
 
     def has_gradients(self) -> bool:
         """Return whether any parameter has a gradient, spread or not."""
-        return super().has_gradients() or any(engine.has_whole_gradients() for engine in self._strategy.engines)
+        own = optimizer_parameters(self.optimizer)
+        return super().has_gradients() or any(engine.has_whole_gradients(own) for engine in self._strategy.engines)
 
     def zero_grad(self, *, set_to_none: bool) -> None:
         """Clear the gradients, spread or not."""
