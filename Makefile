@@ -1,8 +1,10 @@
 # `make demo` and `make test` need Python 3.11 or newer with pip and venv, and nothing else.
 # They set up .venv themselves; running a target again starts at once.
+# make demo ARGS=--use_fsdp SCRIPT_ARGS="--epochs 1": flags of the launch, and of the example.
 
 PYTHON ?= python3
 ARGS ?=
+SCRIPT_ARGS ?=
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -14,10 +16,10 @@ within = $(if $(TIMEOUT),$(TIMEOUT) --foreground --kill-after=10 $(1))
 # A folder of tests that is not there yet is no failure; an empty one is.
 tests_in = $(if $(wildcard $(1)),$(call within,$(2)) env $(PYTEST) $(1),@echo "$(1): none yet")
 
-.PHONY: demo test check ranks e2e docs soak bench clean
+.PHONY: demo test check ranks e2e docs soak mutations bench clean
 
 demo: $(VENV)/installed
-	$(BIN)/drivetrain launch --cpu --num_processes 2 examples/language_model.py $(ARGS)
+	$(BIN)/drivetrain launch --cpu --num_processes 2 $(ARGS) examples/language_model.py $(SCRIPT_ARGS)
 
 test: $(VENV)/installed-test
 	$(MAKE) check
@@ -43,6 +45,10 @@ docs: $(VENV)/installed-test
 
 soak: $(VENV)/installed-test
 	$(PYTEST) -m soak --soak-results=tests/soak-results.md tests
+
+# Two breaks at a time; `make mutations ARGS='--only fsdp'` makes some of them.
+mutations: $(VENV)/installed-test
+	$(call within,1800) $(BIN)/python tests/mutations/run.py --jobs 2 $(ARGS)
 
 bench: $(VENV)/installed-bench
 	for file in benchmarks/*.py; do echo "== $$file"; $(BIN)/python "$$file" $(ARGS) || exit 1; done

@@ -56,6 +56,7 @@ class Engine(Protocol):
         """Say, before the forwards of a scope, whether its backward is to reduce gradients over ranks.
 
         A permission, not a promise: where `sync` is False, or the backward cannot reduce, `synchronize` does it later.
+        Where gradients have no place to wait whole, a backward reduces all the same; ranks then run equally many.
         """
 
     def synchronize(self) -> None:
@@ -89,6 +90,10 @@ class Stepper(Protocol):
     @property
     def optimizer(self) -> Optimizer:
         """The user's own optimizer."""
+
+    @property
+    def parameters(self) -> Sequence[nn.Parameter]:
+        """The models' parameters that it steps, whatever the optimizer's own groups hold."""
 
     @property
     def has_device_skip(self) -> bool:
@@ -133,8 +138,8 @@ class Strategy(Protocol):
         Parameters that are replaced are replaced in the optimizers too, by name.
         """
 
-    def attach(self, optimizer: Optimizer, engines: Sequence[Engine]) -> Stepper:
-        """Prepare an optimizer over parameters of `engines`."""
+    def attach(self, optimizer: Optimizer) -> Stepper:
+        """Prepare an optimizer; its models come before, with or after it. Collective where it completes a model."""
 
     def backward(
         self, loss: Tensor, engines: Sequence[Engine], *, contributes: bool, retain_graph: bool

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -17,11 +18,17 @@ BIN = Path(sys.executable).parent
 
 PYTHON = (sys.executable, EXAMPLE)
 LAUNCH = (str(BIN / "drivetrain"), "launch", "--cpu", "--num_processes", "2", EXAMPLE)
+LAUNCH_SHARDED = (*LAUNCH[:-1], "--use_fsdp", EXAMPLE)
 TORCHRUN = (str(BIN / "torchrun"), "--nproc_per_node", "2", EXAMPLE)
 
 
 def run(command: tuple[str, ...], *arguments: str, folder: Path, timeout: float) -> str:
     """Run the example and return what it printed."""
+    return start(command, *arguments, folder=folder, timeout=timeout).stdout
+
+
+def start(command: tuple[str, ...], *arguments: str, folder: Path, timeout: float) -> subprocess.CompletedProcess[str]:
+    """Run the example to its end."""
     variables = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
         [*command, *arguments, "--output_dir", str(folder)],
@@ -32,7 +39,7 @@ def run(command: tuple[str, ...], *arguments: str, folder: Path, timeout: float)
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    return done.stdout
+    return done
 
 
 def final_loss(printed: str) -> float:
@@ -65,6 +72,32 @@ def test_short_run_when_started_in_three_ways_gives_one_loss(tmp_path: Path) -> 
         for other in weights[1:]:
             # Ten updates of AdamW, which magnifies rounding where gradients are near zero.
             assert (other[name] - value).norm() <= 1e-4 * value.norm(), name
+
+
+@pytest.mark.deadline(200)
+def test_short_run_when_sharded_gives_the_loss_and_weights_of_data_parallelism(tmp_path: Path) -> None:
+    short = ("--epochs", "1", "--train_rows", "160", "--heldout_rows", "16")
+    whole = run(LAUNCH, *short, folder=tmp_path / "0", timeout=90)
+    done = start(LAUNCH_SHARDED, *short, folder=tmp_path / "1", timeout=90)
+    assert "GPT is sharded over 2 ranks, units: 2 x Block" in done.stderr
+    sharded = done.stdout
+    assert final_loss(sharded) == pytest.approx(final_loss(whole), abs=1e-4)
+    assert bits_per_byte(sharded) == pytest.approx(bits_per_byte(whole), abs=2e-3)  # printed with three digits
+    weights, others = (load_file(tmp_path / str(number) / "model.safetensors") for number in range(2))
+    assert {name: value.shape for name, value in others.items()} == {
+        name: value.shape for name, value in weights.items()
+    }
+    for name, value in weights.items():
+        # Five updates of AdamW, which magnifies rounding where gradients are near zero.
+        assert (others[name] - value).norm() <= 1e-4 * value.norm(), name
+
+
+def test_demo_when_make_is_given_flags_then_they_are_those_of_the_launch() -> None:
+    make = ("make", "--dry-run", "demo", "ARGS=--use_fsdp --seed 1", "SCRIPT_ARGS=--lr 1")
+    done = subprocess.run(make, cwd=ROOT, capture_output=True, text=True, timeout=60, check=True)
+    words = shlex.split(done.stdout.strip().splitlines()[-1])
+    flags = ["--cpu", "--num_processes", "2", "--use_fsdp", "--seed", "1"]
+    assert words == [".venv/bin/drivetrain", "launch", *flags, "examples/language_model.py", "--lr", "1"]
 
 
 @pytest.mark.deadline(300)

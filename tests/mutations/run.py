@@ -5,9 +5,9 @@
     python tests/mutations/run.py --list                what is in the list
     python tests/mutations/run.py --break 'window.py:is not None=>is None' --tests tests/unit/test_window.py
 
-Every break is made in a copy of its own, and tests run there against the copy; the working tree is never touched.
-First the same tests run once without a break and must pass. The exit code is 1 where they do not, or where a break
-survives: either the line does nothing, or a test is missing.
+The working tree is copied once, at the start, and never touched. Every break is made in a further copy of its own,
+and tests run there against that copy. First the same tests run once without a break and must pass. The exit code is 1
+where they do not, or where a break survives: either the line does nothing, or a test is missing.
 """
 
 from __future__ import annotations
@@ -25,7 +25,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -34,7 +33,8 @@ from breaks import PACKAGE, ROOT, BadBreak, Break, listed, made_up
 COPIED = ("src", "tests", "examples", "pyproject.toml")
 BREAK_SECONDS = 90.0  # a break may make ranks wait for each other
 CONTROL_SECONDS = 600.0
-DETAIL_LENGTH = 150
+DETAIL_LENGTH = 220
+BY_TIME = "by time"
 PYTEST = ("-m", "pytest", "-q", "--tb=no", "-p", "no:cacheprovider", "--hypothesis-seed=0")
 PASSED, FAILED = 0, 1  # exit codes of pytest; others mean that tests did not run
 
@@ -67,15 +67,15 @@ class Result:
 
 
 @contextmanager
-def copied() -> Iterator[Path]:
+def copied(source: Path) -> Iterator[Path]:
     """Give a folder with a copy of what tests need, and remove it afterwards."""
     with tempfile.TemporaryDirectory(prefix="drivetrain-mutations-", ignore_cleanup_errors=True) as name:
         folder = Path(name)
         for entry in COPIED:
-            if (ROOT / entry).is_dir():
-                shutil.copytree(ROOT / entry, folder / entry, ignore=shutil.ignore_patterns("__pycache__"))
+            if (source / entry).is_dir():
+                shutil.copytree(source / entry, folder / entry, ignore=shutil.ignore_patterns("__pycache__"))
             else:
-                shutil.copy(ROOT / entry, folder / entry)
+                shutil.copy(source / entry, folder / entry)
         (folder / "tmp").mkdir()
         yield folder
 
@@ -118,24 +118,23 @@ def where_not_the_copy(folder: Path) -> list[str]:
 # -- the control and the breaks --------------------------------------------------------------------------------------
 
 
-def control(breaks: Iterable[Break]) -> str | None:
+def control(breaks: Iterable[Break], *, whole: Path) -> str | None:
     """Run the tests of all breaks on the package as it is; return what is wrong, None if they pass."""
     tests = list(dict.fromkeys(test for broken in breaks for test in broken.tests))
     begun = time.monotonic()
-    with copied() as folder:
-        if places := where_not_the_copy(folder):
-            return "tests would not run on the copy: " + "; ".join(places)
-        ended = run_in(folder, *PYTEST, *tests, seconds=CONTROL_SECONDS)
+    if places := where_not_the_copy(whole):
+        return "tests would not run on the copy: " + "; ".join(places)
+    ended = run_in(whole, *PYTEST, *tests, seconds=CONTROL_SECONDS)
     if ended.code == PASSED:
         print(f"control: {len(tests)} tests pass without a break, {time.monotonic() - begun:.1f} s", flush=True)
         return None
     return "the tests fail without a break:\n" + ended.output
 
 
-def attempt(broken: Break, *, seconds: float) -> Result:
-    """Make one break and run its tests until one fails."""
+def attempt(broken: Break, *, whole: Path, seconds: float) -> Result:
+    """Make one break in a copy of the whole and run its tests until one fails."""
     begun = time.monotonic()
-    with copied() as folder:
+    with copied(whole) as folder:
         try:
             path = folder / broken.path
             path.write_text(broken.apply(path.read_text("utf-8")), "utf-8")
@@ -149,7 +148,7 @@ def attempt(broken: Break, *, seconds: float) -> Result:
 def judge(ended: Ended, *, seconds: float) -> tuple[Verdict, str]:
     """Return what the end of a run of tests says of a break, and the reason."""
     if ended.code is None:
-        return "killed", f"by time: no end after {seconds:g} s"
+        return "killed", f"{BY_TIME}: no end after {seconds:g} s"
     if ended.code == PASSED:
         return "SURVIVED", ""
     failures = re.findall(r"^(?:FAILED|ERROR) \S*?::(.*)", ended.output, re.MULTILINE)
@@ -160,12 +159,14 @@ def judge(ended: Ended, *, seconds: float) -> tuple[Verdict, str]:
     return "UNUSABLE", next((line for line in lines if line.startswith(("ERROR", "E  "))), lines[-1])
 
 
-def attempts(breaks: Sequence[Break], *, jobs: int, seconds: float) -> Iterator[Result]:
-    """Yield the results as they come."""
+def attempts(breaks: Sequence[Break], *, whole: Path, jobs: int, seconds: float) -> Iterator[Result]:
+    """Yield the results as they come; what runs when this is left ends by itself."""
     with ThreadPoolExecutor(max_workers=jobs) as pool:
-        yield from (
-            done.result() for done in as_completed(pool.submit(partial(attempt, seconds=seconds), b) for b in breaks)
-        )
+        pending = [pool.submit(attempt, broken, whole=whole, seconds=seconds) for broken in breaks]
+        try:
+            yield from (done.result() for done in as_completed(pending))
+        finally:
+            pool.shutdown(wait=False, cancel_futures=True)
 
 
 # -- the command line ------------------------------------------------------------------------------------------------
@@ -186,32 +187,59 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     return options
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the breaks that are asked for; return the exit code."""
-    options = parse(arguments)
-    breaks = list(made_up(options.rule, tests=options.tests)) if options.rule else listed()
-    breaks = [broken for broken in breaks if re.search(options.only, broken.name)]
-    width = max((len(broken.name) for broken in breaks), default=0)
-    if options.list:
-        for broken in breaks:
-            print(f"{broken.name:<{width}}  {broken.path}: {broken.loses}")
-        return 0
+def run(breaks: Sequence[Break], *, whole: Path, jobs: int, seconds: float) -> int:
+    """Run the control and then the breaks, and print what becomes of them; return the exit code."""
     begun = time.monotonic()
-    if not breaks or (problem := control(breaks)):
-        print(f"error: {problem if breaks else 'no break has such a name'}", file=sys.stderr)
+    if problem := control(breaks, whole=whole):
+        print(f"error: {problem}", file=sys.stderr)
         return 1
     results = []
-    for result in attempts(breaks, jobs=options.jobs, seconds=options.seconds):
+    for result in attempts(breaks, whole=whole, jobs=jobs, seconds=seconds):
         results.append(result)
-        detail = result.detail[:DETAIL_LENGTH]
-        print(f"{result.verdict:8} {result.seconds:5.1f} s  {result.broken.name:<{width}}  {detail}", flush=True)
-    killed = sum(result.verdict == "killed" for result in results)
-    print(f"{killed} of {len(results)} breaks killed, {time.monotonic() - begun:.0f} s")
-    for result in results:
-        if result.verdict != "killed":
-            print(f"{result.verdict} {result.broken.name}: {result.broken.loses} ({result.broken.path})")
-    return 0 if killed == len(results) else 1
+        name, detail = result.broken.name, result.detail[:DETAIL_LENGTH]
+        print(f"{result.verdict:8} {result.seconds:5.1f} s  {name:<{width_of(breaks)}}  {detail}", flush=True)
+    left = [result for result in results if result.verdict != "killed"]
+    by_time = sum(result.detail.startswith(BY_TIME) for result in results)
+    killed = f"{len(results) - len(left)} of {len(results)} breaks killed" + (f", {by_time} by time" if by_time else "")
+    print(f"{killed}; {time.monotonic() - begun:.0f} s")
+    for result in left:
+        print(f"{result.verdict} {result.broken.name}: {result.broken.loses} ({result.broken.path})")
+    return 1 if left else 0
+
+
+def width_of(breaks: Iterable[Break]) -> int:
+    """Return the length of the longest name."""
+    return max(len(broken.name) for broken in breaks)
+
+
+def chosen(options: argparse.Namespace, *, root: Path) -> list[Break]:
+    """Return the breaks that are asked for.
+
+    Raises:
+        BadBreak: there is none, or the rule for new ones is wrong.
+    """
+    breaks = list(made_up(options.rule, tests=options.tests, root=root)) if options.rule else listed()
+    found = [broken for broken in breaks if re.search(options.only, broken.name)]
+    if not found:
+        raise BadBreak(f"no break has a name like `{options.only}`, see --list")
+    return found
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Do what the command line asks for; return the exit code: 2 where the request is wrong."""
+    options = parse(arguments)
+    try:
+        if options.list:
+            breaks = chosen(options, root=ROOT)
+            print(*(f"{one.name:<{width_of(breaks)}}  {one.path}: {one.loses}" for one in breaks), sep="\n")
+            return 0
+        with copied(ROOT) as whole:
+            return run(chosen(options, root=whole), whole=whole, jobs=options.jobs, seconds=options.seconds)
+    except BadBreak as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # as Ctrl-C: what was copied and started goes
     sys.exit(main())

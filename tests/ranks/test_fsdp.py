@@ -211,6 +211,29 @@ def test_gradients_when_sharded_then_are_those_of_plain_torch(num_ranks: int, op
         assert differences(found, expected) <= 1e-6
 
 
+def gradients_through_a_changed_view(*, wraps: bool) -> dict[str, Tensor]:
+    policy = "TRANSFORMER_BASED_WRAP" if wraps else "NO_WRAP"
+    with Accelerator(fsdp_config={"auto_wrap_policy": policy}, **SETTINGS) as accelerator:
+        model = build()
+        model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.0))
+        for _ in range(2):  # the second time, the number of losses is known, and gradients travel in the backward
+            optimizer.zero_grad()
+            output = model(ids_of(accelerator.process_index).view(2, 2))
+            assert output._base is not None
+            output += 0.0
+            accelerator.backward(output.square().mean())
+            optimizer.step()
+        return {name: whole(value.grad) for name, value in model.named_parameters()}
+
+
+@pytest.mark.parametrize("wraps", [True, False])
+def test_gradients_when_the_output_is_a_view_that_is_changed_in_place_then_are_those_of_plain_torch(
+    wraps: bool,
+) -> None:
+    for found in ranks.run(gradients_through_a_changed_view, wraps=wraps, ranks=2, timeout=SECONDS):
+        assert differences(found, reference_gradients(2)) <= 1e-6
+
+
 def gradients_after_a_broken_forward() -> dict[str, Tensor]:
     with Accelerator(**SETTINGS) as accelerator:
         model = accelerator.prepare(build())

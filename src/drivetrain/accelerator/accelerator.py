@@ -233,9 +233,7 @@ class Accelerator:
         for known in self._optimizers:
             if known.optimizer is optimizer:
                 return known
-        parameters = [value for group in optimizer.param_groups for value in group["params"]]
-        stepper = self._strategy.attach(optimizer, self._ledger.owners(parameters))
-        prepared = PreparedOptimizer(stepper, self._ledger, owner=self)
+        prepared = PreparedOptimizer(self._strategy.attach(optimizer), self._ledger, owner=self)
         self._optimizers.append(prepared)
         self._ledger.add_optimizer(prepared)
         return prepared

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
@@ -68,10 +68,6 @@ class PreparedOptimizer(Optimizer):
         return self.optimizer.defaults
 
     @property
-    def _parameters(self) -> list[nn.Parameter]:
-        return [parameter for group in self.param_groups for parameter in group["params"]]
-
-    @property
     def engines(self) -> list[Engine]:
         """The engines of the models whose parameters it steps.
 
@@ -79,7 +75,7 @@ class PreparedOptimizer(Optimizer):
             PrepareError: it steps parameters of a model that is not prepared.
         """
         if self._engines is None:
-            parameters = self._parameters
+            parameters = self.stepper.parameters
             if count := self._ledger.strangers(parameters):
                 raise PrepareError(
                     f"{type(self.optimizer).__name__} steps {count} of {len(parameters)} parameters that belong to no "
@@ -95,7 +91,7 @@ class PreparedOptimizer(Optimizer):
         Raises:
             PrepareError: it steps parameters of other models only.
         """
-        if not self._ledger.owners(self._parameters):
+        if not self._ledger.owners(self.stepper.parameters):
             _ = self.engines
 
     @property

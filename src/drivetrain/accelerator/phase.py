@@ -104,13 +104,10 @@ class Phase:
 
     def norm_of(self, stepper: Stepper) -> Tensor:
         """Return a norm that is finite only if all gradients of an optimizer are: the known one, if it has them all."""
-        if self.norm is not None:
-            parameters = (value for group in stepper.optimizer.param_groups for value in group["params"])
-            if self._clipped.issuperset(id(value) for value in parameters if value.grad is not None):
-                return self.norm
-        return stepper.grad_norm()
+        trained = (id(parameter) for parameter in stepper.parameters if parameter.requires_grad)
+        return self.norm if self.norm is not None and self._clipped.issuperset(trained) else stepper.grad_norm()
 
 
 def _trained(engines: Iterable[Engine]) -> set[int]:
     parameters = (parameter for engine in engines for parameter in engine.module.parameters())
-    return {id(parameter) for parameter in parameters if parameter.grad is not None}
+    return {id(parameter) for parameter in parameters if parameter.requires_grad}

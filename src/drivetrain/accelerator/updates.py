@@ -20,7 +20,7 @@ from drivetrain.accelerator.totals import Totals
 from drivetrain.cluster.control import Control
 from drivetrain.data import Drivers
 from drivetrain.data.drivers import Iteration
-from drivetrain.errors import NonFiniteError, TrainingStepError
+from drivetrain.errors import NonFiniteError, RankMismatchError, TopologyError, TrainingStepError
 from drivetrain.protocols import Engine, Stepper, Strategy
 from drivetrain.window import Window, reference_for
 
@@ -166,8 +166,10 @@ class Updates:
             reached = self._run.strategy.backward(
                 loss, self.engines, contributes=not is_filler, retain_graph=retain_graph
             )
-        except RuntimeError:
-            # Torch only knows that a rank is gone; where ranks were has been agreed before.
+        except RankMismatchError:
+            raise
+        except (RuntimeError, TopologyError):
+            # Here one only knows that a rank is gone; where ranks were has been agreed before.
             totals.check_places()
             raise
         self._holding.update(reached)

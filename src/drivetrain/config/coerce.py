@@ -45,7 +45,7 @@ def coerce(key: Key, value: Value) -> object:
         case "float":
             return _float(raw)
         case "text":
-            return _text(_joined(raw) if key.setting.is_list else raw)
+            return _text(_joined(raw) if key.setting.is_list and isinstance(raw, list) else raw)
         case "choice":
             return _choice(raw, path=key.path, choices=key.choices)
 
@@ -64,6 +64,8 @@ def _spelled(key: Key, text: str) -> object:
 def _bool(raw: object) -> bool:
     if isinstance(raw, bool):
         return raw
+    if isinstance(raw, str) and raw.lower() in WORDS:
+        raise Unfit(f"the text `{raw}` is neither `true` nor `false`", hint="write it without quotes")
     raise Unfit(f"{_named(raw)} is neither `true` nor `false`")
 
 
@@ -91,11 +93,11 @@ def _text(raw: object) -> str:
     raise Unfit(f"{_named(raw)} is not text", hint="put it in quotes" if isinstance(raw, (bool, float)) else None)
 
 
-def _joined(raw: object) -> object:
-    """Return a list of texts or numbers as one text with commas, anything else as it is."""
-    if isinstance(raw, list) and raw and all(isinstance(item, str | int) for item in raw):
-        return ",".join(str(item) for item in raw)
-    return raw
+def _joined(items: list[object]) -> str:
+    """Return a list as one text with commas."""
+    if strange := [item for item in items if not isinstance(item, str | int) or isinstance(item, bool)]:
+        raise Unfit(f"{_named(strange[0])} in this list is not text")
+    return ",".join(str(item) for item in items)
 
 
 def _choice(raw: object, *, path: str, choices: tuple[str | int, ...]) -> str | int:

@@ -6,10 +6,8 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Literal
 
-from drivetrain.config.keys import Key, keys
-from drivetrain.config.section import StrategySpec
+from drivetrain.config.keys import Key, choosers, keys
 from drivetrain.config.sources import show
-from drivetrain.registry import strategy_specs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,7 +24,7 @@ class Flag:
         help: one or more sentences.
         panel: heading on the help page.
         default_text: the default as text; empty when the help says what holds without it.
-        stands_for: the value of `path` that a flag without value gives; None for all others.
+        stands_for: the `distributed_type` that a chooser is short for; None for a setting.
     """
 
     path: str
@@ -44,23 +42,7 @@ class Flag:
 @cache
 def flags() -> tuple[Flag, ...]:
     """Return a flag for every setting, in the order of the schema, after those that choose a strategy."""
-    return (*(_chooser(spec) for spec in strategy_specs() if spec.flag), *(_flag(key) for key in keys().values()))
-
-
-def _chooser(spec: StrategySpec) -> Flag:
-    kind = spec.distributed_types[0]
-    return Flag(
-        path="distributed_type",
-        names=_spelled(str(spec.flag)),
-        aliases=(),
-        kind="bool",
-        metavar="",
-        choices=(),
-        help=f"Train with {spec.title}: short for `--distributed_type {kind}`.",
-        panel=spec.title,
-        default_text="",
-        stands_for=kind,
-    )
+    return tuple(_flag(key) for key in (*choosers().values(), *keys().values()))
 
 
 def _flag(key: Key) -> Flag:
@@ -80,6 +62,7 @@ def _flag(key: Key) -> Flag:
         help=key.help,
         panel=key.setting.panel,
         default_text="" if key.default is None else show(key.default),
+        stands_for=key.stands_for,
     )
 
 

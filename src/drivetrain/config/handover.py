@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 
-from drivetrain.config.keys import keys
+from drivetrain.config.keys import choosers, keys
 from drivetrain.config.resolve import Resolved, flatten
 from drivetrain.config.sources import PRECEDENCE, Layer, Source, Value
 from drivetrain.errors import ConfigError, Problem
@@ -19,7 +19,9 @@ def settings_to_text(resolved: Resolved) -> str:
     """Return what is not a default, with its sources, in a form that `settings_from_text` understands."""
     values = flatten(resolved.config)
     said = {path: source for path, source in resolved.sources.items() if source.kind != "default"}
-    return json.dumps({path: [values[path], source.kind, source.place] for path, source in said.items()})
+    records = [(path, values[path], source) for path, source in said.items()]
+    records += [(name, False, source) for name, source in resolved.declined.items()]
+    return json.dumps({path: [value, source.kind, source.place] for path, value, source in records})
 
 
 def settings_from_text(text: str) -> Layer:
@@ -40,4 +42,5 @@ def settings_from_text(text: str) -> Layer:
 def _value(path: str, raw: object, kind: str, place: str) -> Value:
     if kind not in PRECEDENCE:
         raise ValueError(kind)
-    return Value(raw=raw, source=Source(kind=kind, place=place), written=keys()[path].path)
+    key = choosers().get(path) or keys()[path]
+    return Value(raw=raw, source=Source(kind=kind, place=place), written=key.path)

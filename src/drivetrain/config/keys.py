@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 from pydantic.fields import FieldInfo
 
 from drivetrain.config.schema import run_config
-from drivetrain.config.section import Section, Setting
+from drivetrain.config.section import Section, Setting, StrategySpec
 from drivetrain.registry import strategy_specs
 
 KeyKind = Literal["bool", "int", "float", "text", "choice"]
@@ -36,6 +36,7 @@ class Key:
         default: what holds when nobody says anything.
         help: the text under the field, on one line.
         setting: panel, aliases and scope.
+        stands_for: the `distributed_type` that a chooser is short for; None for a setting.
     """
 
     path: str
@@ -47,6 +48,7 @@ class Key:
     default: object
     help: str
     setting: Setting
+    stands_for: str | None = None
 
     @property
     def variable(self) -> str:
@@ -82,9 +84,9 @@ def sections() -> Mapping[str, Mapping[str, Key]]:
 
 
 @cache
-def choosers() -> Mapping[str, str]:
-    """Return, by its name, each flag that chooses a strategy, with the `distributed_type` that it stands for."""
-    return {spec.flag: spec.distributed_types[0] for spec in strategy_specs() if spec.flag is not None}
+def choosers() -> Mapping[str, Key]:
+    """Return, by its name, what chooses a strategy by true or false, such as `use_ddp`; no setting of its own."""
+    return {spec.flag: _chooser(spec, spec.flag) for spec in strategy_specs() if spec.flag is not None}
 
 
 @cache
@@ -108,6 +110,22 @@ def did_you_mean(name: str, candidates: Iterable[str]) -> str | None:
 
 def _is_section(field: FieldInfo) -> bool:
     return isinstance(field.annotation, type) and issubclass(field.annotation, Section)
+
+
+def _chooser(spec: StrategySpec, name: str) -> Key:
+    kind = spec.distributed_types[0]
+    return Key(
+        path=name,
+        section="",
+        name=name,
+        flat=name,
+        kind="bool",
+        choices=(),
+        default=None,
+        help=f"Train with {spec.title}: short for `--distributed_type {kind}`.",
+        setting=Setting(panel=spec.title),
+        stands_for=kind,
+    )
 
 
 def _key(name: str, field: FieldInfo, *, section: str = "", prefix: str = "", panel: str = "") -> Key:

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING
 
 from drivetrain.config.keys import VARIABLE_PREFIX, Key, by_flat_name, choosers, did_you_mean, keys, sections
 from drivetrain.config.migrate import RENAMED, absent_key, rule_for
-from drivetrain.config.section import EMPTY, Dropped, Section
-from drivetrain.config.sources import WORDS, Entry, Layer, Source, SourceKind, Value, plain, show
+from drivetrain.config.section import Dropped, Section
+from drivetrain.config.sources import Entry, Layer, Source, SourceKind, Value, plain, show
 from drivetrain.errors import Problem
 
 if TYPE_CHECKING:
@@ -30,9 +30,6 @@ OWN_VARIABLES = frozenset(
     }
 )
 """Variables that drivetrain sets or reads and that are no settings."""
-
-
-_NEITHER = "this is neither `true` nor `false`"
 
 
 def read_file(path: str | os.PathLike[str]) -> Layer:
@@ -64,24 +61,17 @@ def layer_from_code(arguments: Mapping[str, object], *, call: str = "Accelerator
 
 def layer_from_variables(variables: Mapping[str, str]) -> Layer:
     """Return what the variables `DRIVETRAIN_<KEY>` say; an empty one says nothing, others are ignored."""
-    table = {key.variable: key for key in keys().values()}
+    table = {key.variable: key for key in (*choosers().values(), *keys().values())}
     values: dict[str, Value] = {}
     problems: list[Problem] = []
     for name, text in variables.items():
         if not name.startswith(VARIABLE_PREFIX) or name in OWN_VARIABLES or not text:
             continue
         source = Source(kind="environment", place=name)
-        plain_name = name.removeprefix(VARIABLE_PREFIX).lower()
         if key := table.get(name):
             values[key.path] = Value(raw=text, source=source, written=key.path)
-        elif kind := choosers().get(plain_name):
-            chosen = Value(raw=WORDS.get(text.strip().lower()), source=source, written=name)
-            if chosen.raw is None:
-                problems.append(_problem(replace(chosen, raw=text), _NEITHER, hint=None))
-            elif chosen.raw:
-                values["distributed_type"] = replace(chosen, raw=kind)
         else:
-            rule = rule_for(plain_name)
+            rule = rule_for(name.removeprefix(VARIABLE_PREFIX).lower())
             message = rule.reason if rule else "no setting has this name"
             hint = rule.hint if rule else did_you_mean(name, table)
             problems.append(Problem(path=name, value=show(text), source="environment", message=message, hint=hint))
@@ -92,20 +82,12 @@ def layer_from_flags(pairs: Sequence[tuple[Flag, str, str]]) -> Layer:
     """Return what typed flags say: each with its flag, the spelling that was typed, and the text after it."""
     values: dict[str, Value] = {}
     problems: list[Problem] = []
-    for flag, spelling, typed in pairs:
-        value = Value(raw=typed, source=Source(kind="flag", place=spelling), written=flag.path)
-        if flag.stands_for is not None:
-            meant = WORDS.get(typed.strip().lower())
-            if meant is None:
-                problems.append(_problem(value, _NEITHER, hint=None))
-            if not meant:
-                continue
-            value = replace(value, raw=flag.stands_for)
-        text = value.raw
+    for flag, spelling, text in pairs:
+        value = Value(raw=text, source=Source(kind="flag", place=spelling), written=flag.path)
         earlier = values.setdefault(flag.path, value)
         if earlier.raw != text:
             message = f"{earlier.source} says {show(earlier.raw)}"
-            problems.append(_problem(value, message, hint="give the flag once"))
+            problems.append(value.problem(message, hint="give the flag once"))
     return Layer(by_path=values, problems=tuple(problems))
 
 
@@ -130,10 +112,8 @@ class _Placement:
         """Place one entry of the top level."""
         if entry.key in sections() and entry.key:
             self._place_section(entry)
-        elif key := sections()[""].get(entry.key):
+        elif key := sections()[""].get(entry.key) or choosers().get(entry.key):
             self._add(key.path, self._value(entry))
-        elif entry.key in choosers():
-            self._choose(entry)
         elif self._kind == "file" and entry.key in RENAMED:
             self._rename(entry)
         elif rule := rule_for(entry.key):
@@ -158,14 +138,6 @@ class _Placement:
                 hint = did_you_mean(inner.key, _like(inner.key, table))
                 self._refuse(inner, written, f"`{entry.key}` has no key `{inner.key}`", hint=hint)
 
-    def _choose(self, entry: Entry) -> None:
-        raw = plain(entry.value)
-        meant = WORDS.get(raw.strip().lower()) if isinstance(raw, str) else raw
-        if meant is True:
-            self._add("distributed_type", replace(self._value(entry), raw=choosers()[entry.key]))
-        elif meant not in EMPTY:
-            self._refuse(entry, entry.key, _NEITHER, hint=None)
-
     def _rename(self, entry: Entry) -> None:
         rule = RENAMED[entry.key]
         raw = rule.translate(plain(entry.value))
@@ -186,10 +158,10 @@ class _Placement:
         if earlier is not value:
             other = "" if earlier.written == value.written else f" as `{earlier.written}`"
             message = f"{earlier.source} gives it too{other}: {show(earlier.raw)}"
-            self._problems.append(_problem(shown or value, message, hint="keep one of them"))
+            self._problems.append((shown or value).problem(message, hint="keep one of them"))
 
     def _refuse(self, entry: Entry, written: str, message: str, *, hint: str | None) -> None:
-        self._problems.append(_problem(self._value(entry, written=written), message, hint=hint))
+        self._problems.append(self._value(entry, written=written).problem(message, hint=hint))
 
     def _value(self, entry: Entry, *, written: str | None = None) -> Value:
         source = Source(kind=self._kind, place=entry.place)
@@ -208,15 +180,11 @@ def _nested(value: object, place: str) -> object:
     return list(value) if isinstance(value, tuple) else value
 
 
-def _problem(value: Value, message: str, *, hint: str | None) -> Problem:
-    return Problem(path=value.written, value=show(value.raw), source=str(value.source), message=message, hint=hint)
-
-
 def _hint_for_top(name: str) -> str | None:
     key = by_flat_name().get(name)
     if key is not None:
         return f"it belongs under `{key.section}`"
-    return did_you_mean(name, [*sections()[""], *filter(None, sections())])
+    return did_you_mean(name, [*sections()[""], *choosers(), *filter(None, sections())])
 
 
 def _like(name: str, table: Mapping[str, Key]) -> list[str]:

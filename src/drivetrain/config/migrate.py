@@ -163,6 +163,11 @@ def rule_for(name: str) -> Dropped | None:
 
 def absent_value(path: str, value: object) -> str | None:
     """Return the sentence about a value of a setting that exists in Accelerate only; None for any other."""
+    section, _, name = path.rpartition(".")
+    for spec in strategy_specs():
+        if section and spec.section == section:
+            reason: str | None = spec.absent_values.get((name, str(value)))
+            return reason
     return _ABSENT_VALUES.get((path, str(value).upper())) or _ABSENT_VALUES.get((path, str(value).lower()))
 
 

@@ -8,18 +8,18 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from pydantic import ValidationError
 
 from drivetrain.config import rules
+from drivetrain.config.choosing import choose
 from drivetrain.config.coerce import Unfit, coerce
-from drivetrain.config.keys import keys
+from drivetrain.config.keys import choosers, keys
 from drivetrain.config.schema import CoreConfig, run_config
 from drivetrain.config.section import Topology
 from drivetrain.config.sources import DEFAULT, PRECEDENCE, Layer, Source, Value, show
 from drivetrain.errors import ConfigError, Problem
-from drivetrain.registry import strategy_specs
 
 _QUOTED = re.compile(r"`([a-z0-9_.]+)`")
 
@@ -41,11 +41,13 @@ class Resolved:
         config: the values.
         sources: where each comes from, by dotted path.
         notes: what the user should be told once: translations, and flags or variables that lost to code.
+        declined: what chooses a strategy and was said to be false, such as `use_ddp`, with its source.
     """
 
     config: CoreConfig
     sources: Mapping[str, Source]
     notes: tuple[str, ...] = ()
+    declined: Mapping[str, Source] = field(default_factory=dict)
 
 
 def resolve(
@@ -67,16 +69,20 @@ def resolve(
     """
     known = [layer if isinstance(layer, Layer) else Layer(by_path=layer) for layer in layers]
     merged = _merge(known)
-    _choose_by_section(merged)
-    validation = _Validation({path: candidates[0] for path, candidates in merged.items()})
-    problems = [problem for layer in known for problem in layer.problems]
+    choice = choose(merged)
+    said = {name: merged.pop(name) for name in choosers() if name in merged}
+    merged["distributed_type"] = choice.candidates
+    validation = _Validation({path: candidates[0] for path, candidates in merged.items() if candidates})
+    problems = [*(problem for layer in known for problem in layer.problems), *choice.problems]
     problems += validation.run(rules.World(size=world_size, source=world_source))
     if problems or validation.config is None:
         raise ConfigError(problems)
-    sources = {path: merged[path][0].source if path in merged else DEFAULT for path in keys()}
+    sources = {path: merged[path][0].source if merged.get(path) else DEFAULT for path in keys()}
     notes = [note for layer in known for note in layer.notes]
-    notes += _overruled(merged)
-    return Resolved(config=validation.config, sources=sources, notes=tuple(dict.fromkeys(notes)))
+    notes += _overruled({**said, **merged})
+    return Resolved(
+        config=validation.config, sources=sources, notes=tuple(dict.fromkeys(notes)), declined=choice.declined
+    )
 
 
 def without_effect(resolved: Resolved, *, topology: Topology) -> Iterator[str]:
@@ -126,21 +132,11 @@ def _merge(layers: Iterable[Layer]) -> dict[str, list[Value]]:
     return merged
 
 
-def _choose_by_section(merged: dict[str, list[Value]]) -> None:
-    """Let the section of a strategy choose it, where nothing else is said and it can be chosen by name."""
-    if "distributed_type" in merged:
-        return
-    for spec in strategy_specs():
-        if spec.flag is not None and (paths := [path for path in merged if path.startswith(f"{spec.section}.")]):
-            first = merged[paths[0]][0]
-            merged["distributed_type"] = [replace(first, raw=spec.distributed_types[0])]
-            return
-
-
 def _overruled(merged: Mapping[str, list[Value]]) -> Iterator[str]:
-    for path, (winner, *losers) in merged.items():
-        if winner.source.kind != "code":
+    for path, candidates in merged.items():
+        if not candidates or candidates[0].source.kind != "code":
             continue
+        winner, *losers = candidates
         for loser in losers:
             if loser.source.kind in ("flag", "environment") and not _same(path, winner, loser):
                 yield (
@@ -150,7 +146,7 @@ def _overruled(merged: Mapping[str, list[Value]]) -> Iterator[str]:
 
 
 def _same(path: str, one: Value, other: Value) -> bool:
-    key = keys()[path]
+    key = choosers().get(path) or keys()[path]
     try:
         return coerce(key, one) == coerce(key, other)
     except Unfit:

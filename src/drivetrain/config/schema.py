@@ -55,7 +55,11 @@ class CoreConfig(Section):
     """Devices of this machine to use, such as `0,1`, or `all`. Unset: all that are visible."""
 
     distributed_type: Annotated[str | None, Setting(panel=_PROCESSES)] = None
-    """How the model is distributed. Unset: `NO` for one process, plain data parallelism for several."""
+    """How the model is distributed.
+
+    Unset: as the section of a strategy says; else `NO` for one process, plain data parallelism
+    for several.
+    """
 
     num_processes: Annotated[PositiveInt | None, Setting(panel=_PROCESSES)] = None
     """Number of processes over all machines. Unset: one per device of every machine, one in all on the CPU."""

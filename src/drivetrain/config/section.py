@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING
 
 from pydantic import BaseModel, ConfigDict
 
+from drivetrain.config.sources import WORDS
+
 if TYPE_CHECKING:
     from drivetrain.config.schema import CoreConfig
     from drivetrain.errors import Problem
@@ -87,7 +89,8 @@ class Dropped:
         """Return whether the value says nothing."""
         if isinstance(value, dict):
             return all(inner in EMPTY for inner in value.values())
-        return value in self.neutral
+        meant = WORDS.get(value.strip().lower()) if isinstance(value, str) else None
+        return value in self.neutral or (meant is not None and meant in self.neutral)
 
 
 def _no_problems(_config: CoreConfig, _world_size: int | None) -> Iterable[Problem]:
@@ -110,6 +113,7 @@ class StrategySpec:
         flag: name of a flag without value that chooses it, such as `use_ddp`; its section then chooses it, too, where
             nothing is said of `distributed_type`.
         absent: keys that Accelerate has in its section and this version has not, by their names without prefix.
+        absent_values: the same for values of keys that are there: why not, by the key and the value as text.
         needs_accelerator: those of `distributed_types` that never run on the CPU.
         check: cross-field rules, called for every run with the world size when that is known. A problem's `path` is
             a dotted key; other keys that its message holds in backticks are shown with their value and source.
@@ -125,5 +129,6 @@ class StrategySpec:
     implementation: str
     flag: str | None = None
     absent: Mapping[str, Dropped] = field(default_factory=dict)
+    absent_values: Mapping[tuple[str, str], str] = field(default_factory=dict)
     needs_accelerator: tuple[str, ...] = ()
     check: Callable[[CoreConfig, int | None], Iterable[Problem]] = _no_problems

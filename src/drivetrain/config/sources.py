@@ -49,6 +49,10 @@ class Value:
     source: Source
     written: str
 
+    def problem(self, message: str, *, hint: str | None = None) -> Problem:
+        """Return what is wrong with the value, shown with its key and source."""
+        return Problem(path=self.written, value=show(self.raw), source=str(self.source), message=message, hint=hint)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layer(Mapping[str, Value]):

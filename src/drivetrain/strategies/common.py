@@ -91,16 +91,16 @@ def clip_grad_value(parameters: Iterable[nn.Parameter], *, clip_value: float) ->
     clip_grad_value_(list(parameters), clip_value)
 
 
-def optimizer_parameters(optimizer: Optimizer) -> list[nn.Parameter]:
-    """Return the parameters of all groups, in order."""
-    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
-
-
 class ReplicatedStepper:
     """An optimizer whose parameters and gradients lie whole on every rank."""
 
     def __init__(self, optimizer: Optimizer) -> None:
         self.optimizer = optimizer
+
+    @property
+    def parameters(self) -> list[nn.Parameter]:
+        """The parameters of all groups, in order."""
+        return [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
 
     @property
     def has_device_skip(self) -> bool:
@@ -109,7 +109,7 @@ class ReplicatedStepper:
 
     def has_gradients(self) -> bool:
         """Return whether any parameter has a gradient."""
-        return any(parameter.grad is not None for parameter in optimizer_parameters(self.optimizer))
+        return any(parameter.grad is not None for parameter in self.parameters)
 
     def zero_grad(self, *, set_to_none: bool) -> None:
         """Clear the gradients."""
@@ -121,7 +121,7 @@ class ReplicatedStepper:
 
     def grad_norm(self) -> Tensor:
         """Return the L2 norm of this optimizer's gradients, 0-d; the same on every rank, as the gradients are."""
-        found = gradients(optimizer_parameters(self.optimizer))
+        found = gradients(self.parameters)
         return total_norm(found) if found else torch.zeros(())
 
     def step(self, *, found_inf: Tensor | None = None) -> None:
@@ -146,9 +146,8 @@ class ReplicatedStrategy:
         del config
         return Communication()
 
-    def attach(self, optimizer: Optimizer, engines: Sequence[Engine]) -> ReplicatedStepper:
+    def attach(self, optimizer: Optimizer) -> ReplicatedStepper:
         """Prepare an optimizer."""
-        del engines
         return ReplicatedStepper(optimizer)
 
     clip_grad_norm = staticmethod(clip_grad_norm)

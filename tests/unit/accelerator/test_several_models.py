@@ -333,7 +333,7 @@ class Training:
 
     def _optimizer(self, names: list[str]) -> PreparedOptimizer:
         parameters = [self.models[name].weight for name in names]
-        stepper = self.run.strategy.attach(torch.optim.SGD(parameters, lr=1.0), self.ledger.owners(parameters))
+        stepper = self.run.strategy.attach(torch.optim.SGD(parameters, lr=1.0))
         optimizer = PreparedOptimizer(stepper, self.ledger, owner=None)
         self.ledger.add_optimizer(optimizer)
         return optimizer

@@ -126,7 +126,6 @@ def test_read_file_when_a_foreign_key_says_something_then_is_refused_by_name(tmp
     [
         "ipex_config: {ipex: false, use_xpu: false}",
         "dynamo_config: {dynamo_backend: 'NO'}",
-        "use_fsdp: false",
         "fsdp_config: {}",
         "deepspeed_plugin: null",
         "device_placement: true",

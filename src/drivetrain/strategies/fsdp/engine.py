@@ -8,6 +8,7 @@ the rank; `synchronize` then spreads them as the end of a backward would.
 from __future__ import annotations
 
 import contextlib
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, cast
 
@@ -19,11 +20,11 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from drivetrain.cluster.control import Call
+from drivetrain.cluster.meeting import Meeting
 from drivetrain.errors import PrepareError, TrainingStepError
 from drivetrain.precision.autocast import as_float32
 from drivetrain.strategies.common import StrategyContext, class_name, forward_method
 from drivetrain.strategies.fsdp.gradients import scale_gradients
-from drivetrain.strategies.fsdp.meeting import Meeting
 from drivetrain.strategies.units import Units
 
 
@@ -46,6 +47,8 @@ class FSDPEngine:
         self._syncs: bool | None = None
         self._depth = 0
         self._copy_from_rank_0()
+        # Torch warns of that, at each start of most language models; here it is looked after.
+        warnings.filterwarnings("ignore", message=rf"FSDP2-wrapped module \(FSDP{class_name(module)}\) returned a view")
         self._shard(units, mesh=mesh, reshards=reshards)
         self._sharded_modules = [part for part in module.modules() if isinstance(part, FSDPModule)]
         states = [part._get_fsdp_state() for part in self._sharded_modules]
@@ -62,8 +65,11 @@ class FSDPEngine:
             self._root.set_requires_gradient_sync(sync)
 
     def after_backward(self) -> None:
-        """Note whether a backward has left gradients that are not spread."""
-        self._is_dirty = not self._syncs
+        """Note whether a backward has left gradients that are not spread.
+
+        Torch forgets to spread where the output was a view and was changed in place: whole gradients are left then.
+        """
+        self._is_dirty = not self._syncs or any(_gradients_of(piece)[1] is not None for piece in self._pieces)
 
     def synchronize(self) -> None:
         """Spread the gradients that backwards have left whole on this rank; collective if there are any."""

@@ -19,17 +19,16 @@ from torch.optim import Optimizer
 
 from drivetrain.cluster.control import Call
 from drivetrain.cluster.log import say
+from drivetrain.cluster.meeting import Meeting
 from drivetrain.protocols import Communication, Engine
 from drivetrain.strategies.common import (
     ReplicatedStepper,
     StrategyContext,
     class_name,
-    optimizer_parameters,
     run_backward,
 )
 from drivetrain.strategies.fsdp.engine import FSDPEngine
 from drivetrain.strategies.fsdp.gradients import clamp, clip_to, global_norm
-from drivetrain.strategies.fsdp.meeting import Meeting
 from drivetrain.strategies.fsdp.settings import FSDPSettings
 from drivetrain.strategies.units import Units, find_units
 
@@ -48,18 +47,18 @@ class FSDPStepper(ReplicatedStepper):
 
     def has_gradients(self) -> bool:
         """Return whether any parameter has a gradient, spread or not."""
-        own = optimizer_parameters(self.optimizer)
+        own = self.parameters
         return super().has_gradients() or any(engine.has_whole_gradients(own) for engine in self._strategy.engines)
 
     def zero_grad(self, *, set_to_none: bool) -> None:
         """Clear the gradients, spread or not."""
         super().zero_grad(set_to_none=set_to_none)
         for engine in self._strategy.engines:
-            engine.drop_whole_gradients(optimizer_parameters(self.optimizer))
+            engine.drop_whole_gradients(self.parameters)
 
     def grad_norm(self) -> Tensor:
         """Return the L2 norm of this optimizer's gradients over all ranks; collective."""
-        return self._strategy.norm(optimizer_parameters(self.optimizer), norm_type=2.0)
+        return self._strategy.norm(self.parameters, norm_type=2.0)
 
 
 class FSDPStrategy:
@@ -89,9 +88,8 @@ class FSDPStrategy:
             self._point_to_parts(optimizer)
         return engines
 
-    def attach(self, optimizer: Optimizer, engines: Sequence[Engine]) -> FSDPStepper:
+    def attach(self, optimizer: Optimizer) -> FSDPStepper:
         """Prepare an optimizer, built before or after its models were sharded."""
-        del engines
         self._point_to_parts(optimizer)
         self._optimizers.add(optimizer)
         return FSDPStepper(optimizer, self)
