@@ -31,9 +31,10 @@ def test_device_is_the_accelerator_and_batches_are_moved_there() -> None:
     assert next(model.parameters()).device.type == accelerator.device.type
 
 
+@pytest.mark.parametrize("distributed_type", ["NO", "FSDP"])
 @pytest.mark.parametrize("non_finite", ["skip", "ignore"])
-def test_step_never_waits_for_the_device(non_finite: str) -> None:
-    accelerator, model, optimizer = trained(non_finite=non_finite)
+def test_step_never_waits_for_the_device(non_finite: str, distributed_type: str) -> None:
+    accelerator, model, optimizer = trained(non_finite=non_finite, distributed_type=distributed_type)
     rows = torch.ones(4, 8, device=accelerator.device)
 
     def step() -> None:
@@ -50,6 +51,7 @@ def test_step_never_waits_for_the_device(non_finite: str) -> None:
             step()
     finally:
         torch.cuda.set_sync_debug_mode("default")
+        accelerator.end_training()
     assert accelerator.last_update.loss.device.type == accelerator.device.type
 
 

@@ -412,24 +412,29 @@ def share_a_former_parameter() -> None:
         accelerator.prepare(other)
 
 
-def freeze_and_thaw() -> list[bool]:
-    """Return whether the head moves in each of three updates: trained, frozen, trained."""
+def freeze_and_thaw(*, looks: bool, reshards: bool) -> list[bool]:
+    """Return whether the head moves in each of four updates: trained, frozen, trained, frozen."""
     moves = []
-    with Accelerator(**SETTINGS) as accelerator:
+    with Accelerator(fsdp_config={"reshard_after_forward": reshards}, **SETTINGS) as accelerator:
         model = build()
         model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
-        for is_trained in (True, False, True):
+        for is_trained in (True, False, True, False):
+            before = accelerator.get_state_dict(model)["head.weight"].clone()
+            if looks:
+                model(ids_of(0))
             model.head.requires_grad_(is_trained)
-            before = whole(model.head.weight.detach()).clone()
             accelerator.backward(model(ids_of(accelerator.process_index)).square().mean())
             optimizer.step()
             optimizer.zero_grad()
-            moves.append(not torch.equal(before, whole(model.head.weight.detach())))
+            moves.append(not torch.equal(before, accelerator.get_state_dict(model)["head.weight"]))
     return moves
 
 
-def test_parameters_when_frozen_and_thawed_between_updates_then_train_accordingly() -> None:
-    assert ranks.run(freeze_and_thaw, ranks=2) == [[True, False, True]] * 2
+@pytest.mark.parametrize("looks", [False, True], ids=["", "after a forward without a backward"])
+@pytest.mark.parametrize("reshards", [True, False])
+def test_parameters_when_frozen_and_thawed_between_updates_then_train_accordingly(looks: bool, reshards: bool) -> None:
+    results = ranks.run(freeze_and_thaw, looks=looks, reshards=reshards, ranks=2)
+    assert results == [[True, False, True, False]] * 2
 
 
 # What is refused

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import ast
-import sys
 from functools import cache
 from pathlib import Path
 
 import pytest
-
-sys.path.append(str(Path(__file__).parents[1] / "mutations"))
 
 import run
 from breaks import ROOT, BadBreak, Break, lines_found, listed, made_up

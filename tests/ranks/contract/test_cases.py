@@ -173,21 +173,23 @@ def test_gathers_of_unlike_number_end_with_an_error_that_says_who_is_where(topol
 
 
 def train_with_two_losses(settings: dict[str, Any], *, window: int, pattern: str) -> list[float]:
-    """Return the weight after each of three updates; the losses of a scope have gradients 2 and 3, on every rank."""
+    """Return the weight after each of three updates; a scope has losses whose gradients are 2 and 3, over all ranks."""
     with Accelerator(gradient_accumulation_steps=window, **settings) as accelerator:
         model = Scalar()
         optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
         model, optimizer = accelerator.prepare(model, optimizer)
         weights = []
+        # Unlike on each rank, and 1 on average.
+        item = torch.tensor([2 * (accelerator.process_index + 1) / (accelerator.num_processes + 1)])
         for _ in range(3 * window):
             with accelerator.accumulate(model):
-                first = model(torch.ones(1))
+                first = model(item)
                 second = first if pattern == "one forward" else None
                 if pattern == "two forwards first":
-                    second = model(torch.ones(1))
+                    second = model(item)
                 accelerator.backward(2 * first.mean(), retain_graph=pattern == "one forward")
                 if second is None:
-                    second = model(torch.ones(1))
+                    second = model(item)
                 accelerator.backward(3 * second.mean())
                 optimizer.step()
                 optimizer.zero_grad()

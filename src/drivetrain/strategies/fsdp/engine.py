@@ -170,7 +170,7 @@ class FSDPEngine:
         for name, parameter in self.module.named_parameters():
             if parameter.dim() == 0:
                 raise PrepareError(
-                    f"{name} of {type(self.module).__name__} is a parameter without dimensions, which has no parts to "
+                    f"{name} of {class_name(self.module)} is a parameter without dimensions, which has no parts to "
                     "spread over ranks",
                     hint="give it the shape (1,)",
                 )
@@ -209,7 +209,7 @@ class FSDPEngine:
                 owner = owners.setdefault(id(parameter), home)
                 if owner is not home:
                     raise PrepareError(
-                        f"{name} of {type(part).__name__} is shared by two units, "
+                        f"{name} of {class_name(part)} is shared by two units, "
                         f"{class_name(owner)} and {class_name(home)}",
                         hint="name other classes as units, such that modules with shared weights lie in one or in none",
                     )
@@ -246,9 +246,9 @@ class FSDPEngine:
         self._meeting.hold(Call.FORWARD)
         self._recover()
         for piece in self._pieces:
-            whole = getattr(piece, "_unsharded_param", None)
-            if whole is not None and whole.requires_grad is not piece.sharded_param.requires_grad:
-                whole.requires_grad_(piece.sharded_param.requires_grad)
+            # After a forward without a backward the model shows whole parameters, and the user has frozen those.
+            if piece.sharded_state.name == "UNSHARDED":
+                piece.sharded_param.requires_grad_(piece._unsharded_param.requires_grad)
 
     def _leave_forward(self, module: nn.Module, inputs: tuple[Any, ...], output: Any) -> Any:
         del module, inputs
