@@ -8,19 +8,21 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from drivetrain.accelerator import Accelerator, Update
+    from drivetrain.cluster.log import get_logger
     from drivetrain.cluster.seed import set_seed
     from drivetrain.config import RunConfig
     from drivetrain.errors import DrivetrainError
 
 __version__ = "0.1.0"
 
-__all__ = ["Accelerator", "DrivetrainError", "RunConfig", "Update", "__version__", "set_seed"]
+__all__ = ["Accelerator", "DrivetrainError", "RunConfig", "Update", "__version__", "get_logger", "set_seed"]
 
 _HOMES = {
     "Accelerator": "drivetrain.accelerator",
     "DrivetrainError": "drivetrain.errors",
     "RunConfig": "drivetrain.config",
     "Update": "drivetrain.accelerator",
+    "get_logger": "drivetrain.cluster.log",
     "set_seed": "drivetrain.cluster.seed",
 }
 

@@ -8,7 +8,8 @@
     |-- PrepareError           an object that `prepare` cannot take
     |-- TrainingStepError      `backward`, `clip_*` or `step` in an order that gives wrong gradients
     |   `-- NonFiniteError     a gradient is inf or NaN, and the policy says to stop
-    `-- DataError              a loader or its data cannot be shared out as asked
+    |-- DataError              a loader or its data cannot be shared out as asked
+    `-- TrackerError           values cannot be logged, or a tracker is not open
 
 Catch `DrivetrainError` to catch all of them.
 """
@@ -97,3 +98,7 @@ class NonFiniteError(TrainingStepError):
 
 class DataError(DrivetrainError):
     """A data loader or its data cannot be shared out as asked."""
+
+
+class TrackerError(DrivetrainError):
+    """Values cannot be logged as asked, or a tracker cannot be used."""

@@ -74,7 +74,8 @@ class Engine(Protocol):
     def forward_method(self, name: str) -> Callable[..., Any]:
         """Make a method of the model go through the engine as its forward does; return it, to be called on `prepared`.
 
-        Where a call of the method as it is would miss what the engine does around a forward, that call is an error.
+        Where a call of the method as it is would find parameters that are not there, or leave gradients unreduced, that
+        call is an error.
         """
 
     def state_dict(self) -> dict[str, Tensor]:

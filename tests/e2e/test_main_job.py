@@ -77,7 +77,7 @@ def test_short_run_when_started_in_four_ways_gives_one_loss_and_one_model(tmp_pa
 
 
 def test_demo_when_make_is_given_flags_then_they_are_those_of_the_launch() -> None:
-    make = ("make", "--dry-run", "demo", "ARGS=--use_fsdp --seed 1", "SCRIPT_ARGS=--lr 1")
+    make = ("make", "--no-print-directory", "--dry-run", "demo", "ARGS=--use_fsdp --seed 1", "SCRIPT_ARGS=--lr 1")
     done = subprocess.run(make, cwd=ROOT, capture_output=True, text=True, timeout=60, check=True)
     words = shlex.split(done.stdout.strip().splitlines()[-1])
     flags = ["--cpu", "--num_processes", "2", "--use_fsdp", "--seed", "1"]

@@ -148,7 +148,8 @@ def attempt(broken: Break, *, whole: Path, seconds: float) -> Result:
 def judge(ended: Ended, *, seconds: float) -> tuple[Verdict, str]:
     """Return what the end of a run of tests says of a break, and the reason."""
     if ended.code is None:
-        return "killed", f"{BY_TIME}: no end after {seconds:g} s"
+        # No test has failed: that it hangs is likely, and no proof.
+        return "UNUSABLE", f"{BY_TIME}: no end after {seconds:g} s"
     if ended.code == PASSED:
         return "SURVIVED", ""
     failures = re.findall(r"^(?:FAILED|ERROR) \S*?::(.*)", ended.output, re.MULTILINE)
@@ -199,8 +200,7 @@ def run(breaks: Sequence[Break], *, whole: Path, jobs: int, seconds: float) -> i
         name, detail = result.broken.name, result.detail[:DETAIL_LENGTH]
         print(f"{result.verdict:8} {result.seconds:5.1f} s  {name:<{width_of(breaks)}}  {detail}", flush=True)
     left = [result for result in results if result.verdict != "killed"]
-    by_time = sum(result.detail.startswith(BY_TIME) for result in results)
-    killed = f"{len(results) - len(left)} of {len(results)} breaks killed" + (f", {by_time} by time" if by_time else "")
+    killed = f"{len(results) - len(left)} of {len(results)} breaks killed"
     print(f"{killed}; {time.monotonic() - begun:.0f} s")
     for result in left:
         print(f"{result.verdict} {result.broken.name}: {result.broken.loses} ({result.broken.path})")

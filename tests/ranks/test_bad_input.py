@@ -218,7 +218,7 @@ MISTAKES = [
         "RankMismatchError",
         (
             "models that the losses reach, a bit for each: 3 on rank 0, 2 on",
-            "rank 0: a forward after update 0\n  rank 1: a backward after update 0",
+            "rank 0: a pass through a sharded model after update 0\n  rank 1: update 1",
         ),
     ),
     (
@@ -226,7 +226,7 @@ MISTAKES = [
         "RankMismatchError",
         (
             "losses since the last step: 2 on rank 0, 1 on rank 1",
-            "rank 0: a backward after update 0\n  rank 1: update 1",
+            "rank 0: a pass through a sharded model after update 0\n  rank 1: update 1",
         ),
     ),
     (step_a_plateau_on_own_metric, "RankMismatchError", "sum of the learning rates: 1 on rank 0, 0.5 on rank 1"),
@@ -261,7 +261,10 @@ def test_mistake_is_an_error_on_every_rank(
 def test_scope_left_out_on_one_rank_is_found_at_the_end(topology: Topology) -> None:
     raised = failures(make, leave_out_a_scope_on_one_rank, topology.settings)
     assert raised[0][0] == "RankMismatchError"
-    assert re.search(r"rank 0: (update 2|a forward after update 1)\n  rank 1: the end of the run after", raised[0][1])
+    assert re.search(
+        r"rank 0: (update 2|a pass through a sharded model after update 1)\n  rank 1: the end of the run after",
+        raised[0][1],
+    )
 
 
 # Parameters that the loss does not use

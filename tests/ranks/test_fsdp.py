@@ -280,6 +280,7 @@ def train_odd(settings: dict[str, Any] | None) -> dict[str, Tensor]:
             optimizer.zero_grad()
         return dict(model.state_dict())
     with Accelerator(**settings) as accelerator:
+        model.shift.mul_(1 + accelerator.process_index)  # what counts is rank 0's
         model, optimizer = accelerator.prepare(model, optimizer)
         for _ in range(3):
             accelerator.backward(model())
@@ -437,6 +438,33 @@ def test_parameters_when_frozen_and_thawed_between_updates_then_train_accordingl
     assert results == [[True, False, True, False]] * 2
 
 
+def units_of_two_models() -> list[int]:
+    """Return how many units there are in each model."""
+    with Accelerator(fsdp_config={"transformer_layer_cls_to_wrap": "Block,Linear"}, **SETTINGS) as accelerator:
+        models = accelerator.prepare(build(), nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1)), Scalar())
+        return [sum(type(part).__name__.startswith("FSDP") for part in model.modules()) for model in models]
+
+
+def test_units_when_named_for_several_models_then_each_has_those_that_it_holds() -> None:
+    # Blocks with two linear layers each, the head, and the model itself.
+    assert ranks.run(units_of_two_models, ranks=1) == [[3 * NUM_BLOCKS + 2, 3, 1]]
+
+
+def load_into_the_prepared(settings: dict[str, Any]) -> bool:
+    """Load whole weights into a prepared model, and return whether they are there."""
+    with Accelerator(**settings) as accelerator:
+        model = accelerator.prepare(build())
+        wanted = {name: torch.full_like(value, 0.5) for name, value in accelerator.get_state_dict(model).items()}
+        model.load_state_dict(wanted)
+        found = accelerator.get_state_dict(model)
+        return found.keys() == wanted.keys() and all(torch.equal(found[name], wanted[name]) for name in wanted)
+
+
+@pytest.mark.parametrize("settings", [SETTINGS, {"cpu": True}], ids=["sharded", "whole"])
+def test_weights_when_loaded_into_a_prepared_model_then_are_there(settings: dict[str, Any]) -> None:
+    assert ranks.run(load_into_the_prepared, settings, ranks=2) == [True, True]
+
+
 # What is refused
 
 
@@ -496,7 +524,7 @@ REFUSED = [
         "3 x Block, 71 parameters each",
     ),
     (prepare_a_parameter_without_dimensions, "PrepareError", "1.value of Sequential", "shape (1,)"),
-    (tie_two_blocks, "PrepareError", "weight of Linear is shared by two units", "Block and Block"),
+    (tie_two_blocks, "PrepareError", "weight of Linear is shared by", "Block and Block"),
     (mix_types, "PrepareError", "Block has parameters of torch.float32 and of torch.bfloat16", "weight of Linear"),
     (save_on_one_rank, "RankMismatchError", "rank 0: get_state_dict()", "rank 1: wait_for_everyone()"),
     (clip_former_parameters, "PrepareError", "15 of the parameters", "again, after prepare()"),

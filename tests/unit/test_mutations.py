@@ -85,7 +85,7 @@ def test_rule_when_it_cannot_be_made_then_is_refused(rule: str, message: str) ->
         (0, "1 passed", "SURVIVED", ""),
         (1, "FAILED tests/x.py::test_a[1] - assert 1 == 2\n1 failed", "killed", "by test_a[1] - assert 1 == 2"),
         (1, "Timeout (0:01:15)!", "killed", "by the deadline of a test"),
-        (None, "", "killed", "by time: no end after 3 s"),
+        (None, "", "UNUSABLE", "by time: no end after 3 s"),
         (2, "ERROR tests/x.py - NameError\n1 error", "UNUSABLE", "ERROR tests/x.py - NameError"),
         (4, "ERROR: not found: tests/x.py::test_b", "UNUSABLE", "ERROR: not found: tests/x.py::test_b"),
         (-11, "", "UNUSABLE", "exit code -11"),

@@ -10,7 +10,6 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from difflib import get_close_matches
 from functools import partial
-from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, Self
 
@@ -25,6 +24,7 @@ from drivetrain.accelerator.kinds import (
     Kind,
     check_limit,
     check_model,
+    check_norm_type,
     check_owner,
     compare_models,
     kind_of,
@@ -33,22 +33,21 @@ from drivetrain.accelerator.kinds import (
 from drivetrain.accelerator.ledger import Ledger, Scope
 from drivetrain.accelerator.missing import explain
 from drivetrain.accelerator.optimizer import PreparedOptimizer, PreparedScheduler
+from drivetrain.accelerator.over_ranks import OverRanks
 from drivetrain.accelerator.start import say_batch, start
+from drivetrain.accelerator.tracking import LogWith, Tracking, split_log_with, trackers_of
 from drivetrain.accelerator.updates import Run, Update, Updates
 from drivetrain.accelerator.window_size import WindowSize
-from drivetrain.cluster.collectives import Collectives
-from drivetrain.cluster.control import Call
 from drivetrain.cluster.process_group import Ranks
 from drivetrain.cluster.seed import derive, set_seed
-from drivetrain.cluster.tree import num_rows, tensors_in
 from drivetrain.config import RunConfig
-from drivetrain.data import Drivers, LoaderContext, PreparedLoader
+from drivetrain.data import LoaderContext, PreparedLoader
 from drivetrain.errors import PrepareError
 from drivetrain.protocols import Engine
 from drivetrain.strategies.common import class_name
 
 
-class Accelerator:
+class Accelerator(OverRanks, Tracking):
     """Runs a training script on the topology that it was launched on.
 
     Collective: every rank makes one. Usable as a context manager, which ends the training.
@@ -61,6 +60,8 @@ class Accelerator:
         cpu: stay on the CPU.
         seed: of python, numpy and torch, and of the order of the data.
         project_dir: folder of this run.
+        logging_dir: folder of its logs; `project_dir` if not given.
+        log_with: trackers that get the logged values: names, classes or instances of `Tracker`, or a list of them.
         non_finite: what happens to an update whose gradient is inf or NaN.
         settings: any other key of the configuration; a section as a mapping or as its settings model.
 
@@ -79,9 +80,12 @@ class Accelerator:
         cpu: bool | None = None,
         seed: int | None = None,
         project_dir: str | os.PathLike[str] | None = None,
+        logging_dir: str | os.PathLike[str] | None = None,
+        log_with: LogWith | None = None,
         non_finite: Literal["raise", "skip", "ignore"] | None = None,
         **settings: object,
     ) -> None:
+        tracker_names, own_trackers = split_log_with(log_with)
         code = {
             "mixed_precision": mixed_precision,
             "gradient_accumulation_steps": gradient_accumulation_steps,
@@ -89,21 +93,18 @@ class Accelerator:
             "cpu": cpu,
             "seed": seed,
             "project_dir": os.fspath(project_dir) if isinstance(project_dir, os.PathLike) else project_dir,
+            "logging_dir": os.fspath(logging_dir) if isinstance(logging_dir, os.PathLike) else logging_dir,
+            "log_with": tracker_names,
             "non_finite": non_finite,
             **settings,
         }
         setup = start(config=config, code=code)
-        self.config = setup.resolved.config
-        self._setup = setup
-        self._ranks = setup.ranks
+        super().__init__(setup)
+        self._trackers = trackers_of(self.config, own_trackers, setup.ranks)
         self._strategy = setup.strategy
-        self._collectives = Collectives(
-            setup.ranks.control, device=setup.device, checks=self.config.check_collectives == "always"
-        )
         self._window_size = WindowSize(
             setup.resolved, num_ranks=self.num_processes, announce=say_batch if self.is_main_process else None
         )
-        self._drivers = Drivers()
         self._run = Run(
             strategy=setup.strategy,
             control=setup.ranks.control,
@@ -120,67 +121,6 @@ class Accelerator:
         # The process ends in its own way: what was opened here is closed before the interpreter takes torch apart.
         self._close_at_exit = partial(_close_at_exit, setup.ranks)
         atexit.register(self._close_at_exit)
-
-    # Who and where
-
-    @property
-    def device(self) -> torch.device:
-        """The device of this rank."""
-        return self._setup.device
-
-    @property
-    def num_processes(self) -> int:
-        """The number of ranks."""
-        return self._ranks.world_size
-
-    @property
-    def process_index(self) -> int:
-        """The rank of this process, from 0."""
-        return self._ranks.rank
-
-    @property
-    def local_process_index(self) -> int:
-        """The rank of this process among those of its machine."""
-        return self._ranks.local_rank
-
-    @property
-    def is_main_process(self) -> bool:
-        """Whether this is rank 0."""
-        return self._ranks.rank == 0
-
-    @property
-    def is_local_main_process(self) -> bool:
-        """Whether this is the first rank of its machine."""
-        return self._ranks.local_rank == 0
-
-    @property
-    def is_last_process(self) -> bool:
-        """Whether this is the last rank."""
-        return self._ranks.rank == self._ranks.world_size - 1
-
-    @property
-    def use_distributed(self) -> bool:
-        """Whether there is more than one rank."""
-        return self._ranks.world_size > 1
-
-    @property
-    def mixed_precision(self) -> str:
-        """`no`, `bf16` or `fp16`."""
-        return self.config.mixed_precision
-
-    @property
-    def project_dir(self) -> Path:
-        """The folder of this run."""
-        return Path(self.config.project_dir or ".")
-
-    def print(self, *values: object, **options: Any) -> None:
-        """Print on rank 0 alone."""
-        if self.is_main_process:
-            print(*values, **options)
-
-    def wait_for_everyone(self) -> None:
-        """Wait until every rank is here. Collective."""
-        self._ranks.control.agree(Call.BARRIER)
 
     # Preparing
 
@@ -384,6 +324,7 @@ class Accelerator:
         """
         chosen: list[Any] = [parameters] if isinstance(parameters, Tensor) else list(parameters)
         check_limit(max_norm)
+        check_norm_type(norm_type)
         finished = self._finish(chosen)
         if finished is None:
             return None
@@ -453,39 +394,17 @@ class Accelerator:
         """Seed python, numpy and torch, alike on all ranks or, if `device_specific`, differently on each."""
         set_seed(derive(seed, self.process_index) if device_specific else seed)
 
-    # Over ranks
-
-    def gather(self, tensor: Any) -> Any:
-        """Return the ranks' tensors joined along dim 0, in nested containers. Collective."""
-        return self._collectives.gather(tensor)
-
-    def gather_for_metrics(self, values: Any, use_gather_object: bool = False) -> Any:
-        """Return the ranks' values of a batch joined, each row of the data once. Collective.
-
-        Args:
-            values: nested containers of tensors, or, without any tensor, a list of objects; per row of the batch.
-            use_gather_object: take tensors for objects too.
-        """
-        iteration = self._drivers.current(trains=False)
-        # A filler has one row: more rows in a batch of the training are those of an evaluation that is over.
-        is_over = iteration is not None and iteration.is_training and num_rows(values) > 1
-        has_rows = iteration is None or not iteration.is_filler or is_over
-        if use_gather_object or next(tensors_in(values), None) is None:
-            return self._collectives.gather_object(values, contributes=has_rows)
-        return self._collectives.gather(values, contributes=has_rows)
-
-    def reduce(self, tensor: Any, reduction: Literal["sum", "mean", "none"] = "sum", scale: float = 1.0) -> Any:
-        """Return the ranks' tensors added up or averaged elementwise, in nested containers. Collective."""
-        return self._collectives.reduce(tensor, reduction=reduction, scale=scale)
-
     # Saving and ending
 
     def get_state_dict(self, model: nn.Module) -> dict[str, Tensor]:
-        """Return a model's parameters and persistent buffers, whole, under its own names."""
+        """Return a model's parameters and persistent buffers, whole, under its own names. Collective."""
         return self._ledger.engine_of(model).state_dict()
 
     def save_model(self, model: nn.Module, save_directory: str | os.PathLike[str]) -> None:
-        """Write a model's weights to `model.safetensors` in a folder; rank 0 writes, completely or not at all."""
+        """Write a model's weights to `model.safetensors` in a folder; rank 0 writes, completely or not at all.
+
+        Collective.
+        """
         state = self.get_state_dict(model)
         if self.is_main_process:
             write_weights(state, save_directory)
@@ -508,8 +427,12 @@ class Accelerator:
         self._close(is_failing=kind is not None)
 
     def _close(self, *, is_failing: bool) -> None:
+        if is_failing:
+            # While the others still wait: whoever sees this rank gone fails, too, and would be the first to have ended.
+            self._trackers.finish(is_failing=True)
         self._ranks.close(is_failing=is_failing)
         atexit.unregister(self._close_at_exit)
+        self._trackers.finish(is_failing=False)
 
     def _prepare_models(self, models: list[nn.Module], optimizers: list[Optimizer]) -> None:
         new = list({id(model): model for model in models if self._ledger.find(model) is None}.values())
@@ -526,12 +449,14 @@ class Accelerator:
     def _finish(self, parameters: list[Any]) -> tuple[Updates, list[Engine]] | None:
         """Make these parameters' gradients final but for a factor; None inside a window."""
         self._ledger.check_current(parameters)
+        if count := self._ledger.strangers(parameters):
+            raise PrepareError(
+                f"{count} of the {len(parameters)} parameters belong to no model that this accelerator has prepared",
+                hint="take model.parameters() of a prepared model, and not between its forward and its backward",
+            )
         engines = self._ledger.owners(parameters)
         if not engines:
-            raise PrepareError(
-                "the parameters belong to no model that this accelerator has prepared",
-                hint="pass the parameters of a prepared model",
-            )
+            raise PrepareError("there are no parameters to clip", hint="pass those of a prepared model")
         updates = self._ledger.updates_of(engines)
         if not updates.finish(engines):
             return None

@@ -109,6 +109,18 @@ def check_limit(limit: object) -> None:
         raise TrainingStepError(f"gradients cannot be clipped to {limit!r}", hint="give a number of 0 or more")
 
 
+def check_norm_type(norm_type: object) -> None:
+    """Refuse what is no kind of norm.
+
+    Raises:
+        TrainingStepError: it is no number above 0.
+    """
+    if isinstance(norm_type, bool) or not isinstance(norm_type, int | float) or not norm_type > 0:
+        raise TrainingStepError(
+            f"norm_type={norm_type!r} is no kind of norm", hint="give a number above 0, such as 2.0 or math.inf"
+        )
+
+
 def compare_models(models: Sequence[nn.Module], control: Control) -> None:
     """Compare what ranks are about to prepare; collective.
 

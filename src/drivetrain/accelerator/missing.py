@@ -8,7 +8,6 @@ from types import MappingProxyType
 
 from drivetrain.registry import strategy_specs
 
-_BARRIER = "work under `if accelerator.is_main_process:`, and call `accelerator.wait_for_everyone()` after it"
 _CHECKPOINTS = (
     "checkpoints of the whole training are not there yet; `accelerator.save_model` writes the weights, and prepared "
     "optimizers and schedulers have `state_dict`"
@@ -18,22 +17,19 @@ _CONFIG = "it is a setting: read `accelerator.config.{name}`"
 _DEEPSPEED = "DeepSpeed is not there yet"
 _FP8 = "fp8 is not there yet"
 _PARALLELISM = "parallelism other than over data is not there yet; all ranks read different data"
-_RANK = "test `accelerator.is_main_process`, `is_local_main_process` or `process_index` in an `if`"
 _RESUME = "skipping batches is not there yet; start the epoch again"
 _STATE = (
     "its values are members of the accelerator: `device`, `num_processes`, `process_index`, `is_main_process`, "
     "`mixed_precision`, `sync_gradients`"
 )
-_TRACKERS = "trackers are not there yet; log in the script under `if accelerator.is_main_process:`"
-_WHOLE_MODEL = "every rank has the whole model; see `accelerator.unwrap_model` and `accelerator.get_state_dict`"
+_WHOLE_MODEL = "models are not spread over devices by hand; see `accelerator.unwrap_model` and `get_state_dict`"
 
 _INSTEAD: Mapping[str, str] = MappingProxyType(
     {
-        "check_trigger": "flags over ranks are not there yet; `accelerator.reduce` adds up a tensor",
         "clear": "use `accelerator.free_memory()`",
         "context_parallel_rank": _PARALLELISM,
         "data_parallel_rank": "with data parallelism it is `accelerator.process_index`",
-        "data_parallel_shard_rank": _PARALLELISM,
+        "data_parallel_shard_rank": "it is `accelerator.process_index`",
         "deepspeed_plugin": _DEEPSPEED,
         "deepspeed_ulysses_dl_adapter": _DEEPSPEED,
         "dispatch_batches": "every rank reads its own share of the data",
@@ -42,28 +38,14 @@ _INSTEAD: Mapping[str, str] = MappingProxyType(
         "fp8_backend": _FP8,
         "fp8_enabled": _FP8,
         "fp8_recipe_handler": _FP8,
-        "get_tracker": _TRACKERS,
         "gradient_state": _STATE,
-        "init_trackers": _TRACKERS,
         "is_composable_parallelism_enabled": _PARALLELISM,
-        "join_uneven_inputs": "loaders that `prepare` has seen give every rank the same number of batches",
         "load_state": _CHECKPOINTS,
-        "local_main_process_first": _BARRIER,
-        "log": _TRACKERS,
-        "log_with": _TRACKERS,
-        "logging_dir": _TRACKERS,
         "lomo_backward": "optimizers that step inside of `backward` are not there yet",
-        "main_process_first": _BARRIER,
         "maybe_context_parallel": _PARALLELISM,
         "multi_device": "ask `accelerator.num_processes` and `accelerator.device`",
         "native_amp": "ask `accelerator.mixed_precision`",
         "non_blocking": "this choice of the data loader is not there yet",
-        "on_last_process": _RANK,
-        "on_local_main_process": _RANK,
-        "on_local_process": _RANK,
-        "on_main_process": _RANK,
-        "on_process": _RANK,
-        "pad_across_processes": "padding is not there yet; pad to a common shape before `accelerator.gather`",
         "parallelism_config": _PARALLELISM,
         "pipeline_parallel_rank": _PARALLELISM,
         "profile": "use `torch.profiler.profile` in the script",
@@ -78,18 +60,13 @@ _INSTEAD: Mapping[str, str] = MappingProxyType(
         ),
         "save_iteration": _CHECKPOINTS,
         "save_state": _CHECKPOINTS,
-        "set_trigger": "flags over ranks are not there yet; `accelerator.reduce` adds up a tensor",
         "should_save_model": "ask `accelerator.is_main_process`",
         "skip_first_batches": _RESUME,
         "split_batches": "the batch size of a loader is always that of one rank",
-        "split_between_processes": (
-            "take every n-th item: `items[accelerator.process_index::accelerator.num_processes]`"
-        ),
         "state": _STATE,
         "step_scheduler_with_optimizer": "a prepared scheduler steps once per update of its optimizer",
         "tensor_parallel_rank": _PARALLELISM,
         "torch_device_mesh": _PARALLELISM,
-        "trackers": _TRACKERS,
         "trigger_sync_in_backward": "it is not there yet; leave `no_sync` before the last `backward` of the window",
         "use_seedable_sampler": "the order of the data always follows `seed`",
         "use_stateful_dataloader": _RESUME,

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -94,6 +94,7 @@ class Updates:
         self._phase = self._phases[0]
         self._is_phase_over = False
         self._is_counted = False
+        self._is_broken = False
         self._num_clips = 0
         self._known: dict[Stepper, None] = {}
         self._stepped: set[Stepper] = set()
@@ -162,6 +163,7 @@ class Updates:
             loss = loss / divisor
         if self.scaler is not None:
             loss = self.scaler.scale(loss)
+        self._is_broken = True
         try:
             reached = self._run.strategy.backward(
                 loss, self.engines, contributes=not is_filler, retain_graph=retain_graph
@@ -172,6 +174,7 @@ class Updates:
             # Here one only knows that a rank is gone; where ranks were has been agreed before.
             totals.check_places()
             raise
+        self._is_broken = False
         self._holding.update(reached)
         if len(self.engines) > 1:
             totals.note_reached(sum(1 << self.engines.index(engine) for engine in reached))
@@ -179,6 +182,8 @@ class Updates:
     def _begin_backward(self) -> Window:
         """Return the window that a backward counts in, with the phase that it counts in as the current one."""
         window = self._window
+        if self._is_broken:
+            self._refuse_broken()
         if window is None or (self.is_implicit and self._stepped):
             window = self._open_scope()
         if self._is_phase_over:
@@ -202,6 +207,8 @@ class Updates:
         if window is None or window.form is None or not window.is_complete:
             return False
         if not phase.is_agreed:
+            if self._is_broken:
+                self._refuse_broken()
             if self.is_implicit:
                 self._check_implicit()
             # Before anything of the engines': where ranks are at different places, this says so.
@@ -217,6 +224,12 @@ class Updates:
         """Return what must be alike on all ranks besides the window: learning rates that the host knows, clippings."""
         rates = [group["lr"] for stepper in self._known for group in stepper.optimizer.param_groups if "lr" in group]
         return sum(rate for rate in rates if not isinstance(rate, Tensor)), self._num_clips
+
+    def _refuse_broken(self) -> NoReturn:
+        raise TrainingStepError(
+            "a backward() of this update was broken off by an exception, and its gradients are there in part",
+            hint="call optimizer.zero_grad() after such an exception: the update is left out",
+        )
 
     def _check_implicit(self) -> None:
         size = self._run.window_size(self._run.drivers.current())
@@ -302,6 +315,10 @@ class Updates:
         Args:
             is_alone: whether no other optimizer steps these models.
         """
+        if self._is_broken:
+            stepper.zero_grad(set_to_none=set_to_none)
+            self._leave_out()
+            return
         is_held = stepper not in self._stepped and not self._holding.isdisjoint(engines)
         is_final = not self._phase.reduced.isdisjoint(engines)
         if is_held and not self.is_implicit and not is_final:
@@ -313,9 +330,13 @@ class Updates:
             self._stepped.add(stepper)
             self._is_phase_over = True
         elif is_held and is_alone:
-            for phase in self._phases:
-                phase.totals.abandon()
-            self._forget()
+            self._leave_out()
+
+    def _leave_out(self) -> None:
+        """Forget a window whose gradients are thrown away."""
+        for phase in self._phases:
+            phase.totals.abandon()
+        self._forget()
 
     def _open_scope(self) -> Window:
         run, window = self._run, self._window
@@ -351,6 +372,7 @@ class Updates:
         self._stepped.clear()
         self._holding.clear()
         self._is_counted = False
+        self._is_broken = False
         for phase in self._phases:
             phase.reset()
         if self.scaler is not None and self._unscaled:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 from datetime import timedelta
-from enum import IntEnum
+from enum import IntEnum, unique
 from typing import Any
 
 import torch
@@ -27,6 +27,7 @@ _HEAD = 2  # the call, and how far the rank is
 Rows = list[list[float]]
 
 
+@unique
 class Call(IntEnum):
     """The calls that need every rank."""
 
@@ -43,6 +44,12 @@ class Call(IntEnum):
     NORM = 11
     STATE = 12
     BACKWARD = 13
+    BROADCAST = 14
+    BROADCAST_OBJECT_LIST = 15
+    PAD_ACROSS_PROCESSES = 16
+    TURN = 17
+    UNIT = 18
+    TRIGGER = 19
 
 
 _PLACES = {
@@ -56,8 +63,14 @@ _PLACES = {
     Call.ORDER: "the first batch of an epoch after update {}",
     Call.FORWARD: "a forward after update {}",
     Call.BACKWARD: "a backward after update {}",
+    Call.UNIT: "a pass through a sharded model after update {}",
     Call.NORM: "a gradient norm after update {}",
     Call.STATE: "get_state_dict() or save_model() after update {}",
+    Call.BROADCAST: "broadcast() after update {}",
+    Call.BROADCAST_OBJECT_LIST: "broadcast_object_list() after update {}",
+    Call.PAD_ACROSS_PROCESSES: "pad_across_processes() after update {}",
+    Call.TURN: "main_process_first() or local_main_process_first() after update {}",
+    Call.TRIGGER: "check_trigger() after update {}",
     Call.END: "the end of the run after update {}",
 }
 

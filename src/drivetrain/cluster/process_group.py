@@ -6,7 +6,6 @@ A group that exists already is used and never closed. A group that is opened her
 
 from __future__ import annotations
 
-import contextlib
 from datetime import timedelta
 
 import torch
@@ -16,9 +15,11 @@ from torch.distributed.rendezvous import rendezvous
 
 from drivetrain.cluster.control import Call, Control
 from drivetrain.cluster.environ import ProcessEnvironment
-from drivetrain.errors import TopologyError
+from drivetrain.errors import RankMismatchError, TopologyError
 
 _END_SECONDS = 5.0
+_SHARING: set[Ranks] = set()
+"""Those that use a default group that was opened here: the last one to go closes it."""
 
 
 class Ranks:
@@ -37,32 +38,45 @@ class Ranks:
         self.local_world_size = environment.local_world_size
         self.backend = backend
         self.control = control
-        self._owns = owns
         self._is_open = True
+        if owns:
+            _SHARING.add(self)
 
     def close(self, *, is_failing: bool) -> None:
         """Leave the run: meet the other ranks at the end, briefly, and close what was opened here.
 
         Args:
             is_failing: this rank goes because of an error; it waits for nobody.
+
+        Raises:
+            RankMismatchError: another rank is in a call that this one has left out.
         """
         if not self._is_open:
             return
         self._is_open = False
+        was_sharing = self in _SHARING
+        _SHARING.discard(self)
         if not dist.is_initialized():
             return
-        if not self._owns:
+        if not was_sharing or _SHARING:
             if self.control.group is not None:
                 dist.destroy_process_group(self.control.group)
             return
-        if not is_failing and self.control.group is not None:
-            self._meet_at_the_end()
-        dist.destroy_process_group()
+        try:
+            if not is_failing and self.control.group is not None:
+                self._meet_at_the_end()
+        finally:
+            dist.destroy_process_group()
 
     def _meet_at_the_end(self) -> None:
         agreement = self.control.start(Call.END)
-        with contextlib.suppress(TopologyError):
+        try:
             agreement.wait(seconds=_END_SECONDS)
+        except RankMismatchError:
+            raise
+        except TopologyError:
+            # A rank that is late, or failed and has said so itself.
+            return
 
 
 def open_ranks(
@@ -84,8 +98,9 @@ def open_ranks(
         TopologyError: the backend does not fit, or a rank does not come.
     """
     timeout = timedelta(seconds=timeout_seconds)
-    owns = not dist.is_initialized()
-    if owns:
+    is_first = not dist.is_initialized()
+    owns = is_first or bool(_SHARING)
+    if is_first:
         if environment.world_size == 1 and not needs_group:
             control = Control(rank=0, world_size=1, group=None)
             return Ranks(environment, backend=None, control=control, owns=False)

@@ -1,4 +1,4 @@
-"""Which strategy is wanted: by `distributed_type`, by a chooser such as `use_ddp`, or by a section that says something.
+"""Which strategy is wanted: by `distributed_type`, by a chooser as `use_fsdp`, or by a section that says something.
 
 A chooser is short for a `distributed_type`, with the strength of the place that says so; false takes back what weaker
 places say. A section chooses its strategy only where nobody says anything about it otherwise.

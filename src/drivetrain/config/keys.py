@@ -85,7 +85,7 @@ def sections() -> Mapping[str, Mapping[str, Key]]:
 
 @cache
 def choosers() -> Mapping[str, Key]:
-    """Return, by its name, what chooses a strategy by true or false, such as `use_ddp`; no setting of its own."""
+    """Return, by its name, what chooses a strategy by true or false, such as `use_fsdp`; no setting of its own."""
     return {spec.flag: _chooser(spec, spec.flag) for spec in strategy_specs() if spec.flag is not None}
 
 

@@ -23,7 +23,6 @@ _MEGATRON = "Megatron-LM is not there yet"
 _MPI = "start `mpirun` yourself: its variables are understood"
 _PARALLELISM = "parallelism other than over data is not there yet"
 _TPU = "TPU pods are not supported"
-_TRACKERS = "trackers are not there yet: log in the script where `accelerator.is_main_process`"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,8 +77,6 @@ DROPPED: Mapping[str, Dropped] = MappingProxyType(
             reason="there are no handlers: their values are settings",
             hint="give `ddp_config`, such as `ddp_config={'find_unused_parameters': True}`",
         ),
-        "log_with": _instead(_TRACKERS),
-        "logging_dir": _instead(_TRACKERS),
         "main_training_function": _instead("the script runs as a whole", *EMPTY, "main"),
         "master_addr": _here("`main_process_ip`"),
         "master_port": _here("`main_process_port`"),
@@ -94,7 +91,7 @@ DROPPED: Mapping[str, Dropped] = MappingProxyType(
         "nproc_per_node": _here("`num_processes`, which counts the processes of all machines together"),
         "offload_optimizer_device": _instead(_DEEPSPEED, None, "none"),
         "offload_param_device": _instead(_DEEPSPEED, None, "none"),
-        "project_config": _here("`project_dir`"),
+        "project_config": _here("`project_dir` and `logging_dir`"),
         "rdzv_endpoint": _here("`main_process_ip` and `main_process_port`"),
         "redirects": _here("`log_dir`"),
         "rng_types": _instead("generators are not copied between ranks: `seed` sets them all"),

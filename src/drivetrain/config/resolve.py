@@ -41,7 +41,7 @@ class Resolved:
         config: the values.
         sources: where each comes from, by dotted path.
         notes: what the user should be told once: translations, and flags or variables that lost to code.
-        declined: what chooses a strategy and was said to be false, such as `use_ddp`, with its source.
+        declined: what chooses a strategy and was said to be false, such as `use_fsdp`, with its source.
     """
 
     config: CoreConfig

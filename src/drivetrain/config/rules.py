@@ -9,9 +9,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
+from drivetrain.config.keys import did_you_mean
 from drivetrain.config.schema import CoreConfig
 from drivetrain.errors import Problem
-from drivetrain.registry import strategy_specs
+from drivetrain.registry import strategy_specs, tracker_specs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,10 +88,34 @@ def _cpu_has_no_devices(config: CoreConfig, _world: World) -> Iterator[Problem]:
         )
 
 
+def _trackers_are_there(config: CoreConfig, _world: World) -> Iterator[Problem]:
+    if not config.trackers:
+        return
+    if "none" in config.trackers and len(config.trackers) > 1:
+        yield Problem(path="log_with", message="`none` goes with no other name", hint="leave it or the others out")
+    specs = tracker_specs()
+    for name in config.trackers:
+        if name in ("all", "none"):
+            continue
+        if name not in specs:
+            yield Problem(
+                path="log_with",
+                message=f"there is no tracker {name!r}; allowed: {', '.join(specs)}, all, none",
+                hint=did_you_mean(name, specs) or "one of your own goes into code: Accelerator(log_with=MyTracker)",
+            )
+        elif not specs[name].is_installed:
+            yield Problem(
+                path="log_with",
+                message=f"the package {specs[name].package!r} is not installed",
+                hint=f"pip install 'drivetrain[{name}]'",
+            )
+
+
 _RULES: tuple[Callable[[CoreConfig, World], Iterator[Problem]], ...] = (
     _machines_divide_processes,
     _machine_rank_exists,
     _machines_need_an_address,
     _world_has_the_size_asked_for,
     _cpu_has_no_devices,
+    _trackers_are_there,
 )

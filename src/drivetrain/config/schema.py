@@ -121,6 +121,15 @@ class CoreConfig(Section):
     project_dir: Annotated[str | None, Setting(panel=_TRAINING)] = Field(default=None, min_length=1)
     """Folder for checkpoints and logs. Unset: the current folder."""
 
+    logging_dir: Annotated[str | None, Setting(panel=_TRAINING)] = Field(default=None, min_length=1)
+    """Folder for logs, such as `metrics.jsonl` and what TensorBoard reads. Unset: `project_dir`."""
+
+    log_with: Annotated[str | None, Setting(panel=_TRAINING, is_list=True)] = Field(default=None, min_length=1)
+    """Trackers that get the logged values, besides `metrics.jsonl`.
+
+    Names such as `tensorboard,wandb`, `all` for those that are installed, or `none`. Unset: none.
+    """
+
     check_collectives: Annotated[Literal["always", "never"], Setting(panel=_TRAINING)] = "always"
     """Whether ranks compare shapes and types before they gather, so that a difference is an error and not a hang."""
 
@@ -141,6 +150,12 @@ class CoreConfig(Section):
     def names_devices(self) -> bool:
         """Whether `gpu_ids` picks devices, rather than leaving the choice open."""
         return self.gpu_ids is not None and self.gpu_ids.lower() != "all"
+
+    @property
+    def trackers(self) -> tuple[str, ...]:
+        """The names in `log_with`, each once."""
+        names = (name.strip().lower() for name in (self.log_with or "").split(","))
+        return tuple(dict.fromkeys(name for name in names if name))
 
     def section(self, settings: type[SectionT], /) -> SectionT:
         """Return the section that is described by this settings model."""

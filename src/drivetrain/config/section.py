@@ -110,7 +110,7 @@ class StrategySpec:
         flag_prefix: in front of its keys on the command line, in variables and, if the user likes, in files.
         settings: the model of its section.
         implementation: `module:class` of the strategy.
-        flag: name of a flag without value that chooses it, such as `use_ddp`; its section then chooses it, too, where
+        flag: name of a flag without value that chooses it, such as `use_fsdp`; its section then chooses it, too, where
             nothing is said of `distributed_type`.
         absent: keys that Accelerate has in its section and this version has not, by their names without prefix.
         absent_values: the same for values of keys that are there: why not, by the key and the value as text.

@@ -22,8 +22,10 @@ def test_loop_over_a_loader_of_another_accelerator_is_refused_in_the_first_scope
 def test_gathered_evaluation_is_whole_inside_the_training_loop() -> None:
     accelerator = Accelerator(cpu=True)
     batches = accelerator.prepare(loader([0.0, 1.0, 2.0], batch_size=2))
+    evaluation = accelerator.prepare(loader([0.0, 1.0, 2.0, 3.0], batch_size=2))
     for _ in batches:
-        assert accelerator.gather_for_metrics(torch.arange(4)).tolist() == [0, 1, 2, 3]
+        collected = torch.cat(list(evaluation))
+        assert accelerator.gather_for_metrics(collected).tolist() == [0.0, 1.0, 2.0, 3.0]
 
 
 def test_member_of_the_other_library_is_explained() -> None:

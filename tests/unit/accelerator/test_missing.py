@@ -27,7 +27,6 @@ def test_member_when_only_accelerate_has_it_then_is_explained_by_members_that_ex
     [
         ("save_state", "not there yet"),
         ("load_state", "not there yet"),
-        ("init_trackers", "not there yet"),
         ("save", "`accelerator.save_model`"),
         ("even_batches", "`accelerator.config.even_batches`"),
         ("fsdp_plugin", "read `accelerator.config.fsdp_config`"),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections import OrderedDict, UserDict, defaultdict, namedtuple
 from collections.abc import Callable
-from types import SimpleNamespace
+from types import MappingProxyType, SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from drivetrain.cluster.tree import leaves_in, map_tensors, tensors_in
+from drivetrain.cluster.tree import described, leaves_in, map_tensors, named_leaves, tensors_in
 
 
 class Pair(NamedTuple):
@@ -119,6 +119,41 @@ def test_map_tensors_when_value_is_a_batch_encoding_keeps_its_class() -> None:
     mapped = plus_ten(BatchEncoding({"input_ids": torch.tensor([1])}))
     assert type(mapped) is BatchEncoding
     assert mapped["input_ids"].tolist() == [11]
+
+
+def test_map_tensors_when_a_mapping_cannot_be_written_makes_another_of_its_kind() -> None:
+    value = MappingProxyType({"a": torch.tensor(1)})
+    mapped = plus_ten(value)
+    assert type(mapped) is MappingProxyType
+    assert (mapped["a"].item(), value["a"].item()) == (11, 1)
+
+
+def test_named_leaves_when_nested_tell_the_way_to_each() -> None:
+    value = {"a": [1, (Output(loss=2), Pair(3, None))]}
+    expected = {"['a'][0]": 1, "['a'][1][0].loss": 2, "['a'][1][0].logits": None, "['a'][1][1][0]": 3}
+    assert dict(named_leaves(value)) == {**expected, "['a'][1][1][1]": None}
+    assert list(named_leaves(5)) == [("", 5)]
+
+
+class Silent(UserDict[str, Any]):
+    """A container whose own text differs from process to process."""
+
+    def __repr__(self) -> str:
+        return object.__repr__(self)
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        ({"a": [1], 2: (3,)}, "{'a': [_], 2: (_,)}"),
+        ((1, Pair(2, [])), "(_, Pair(first=_, second=[]))"),
+        (Output(loss=1), "Output(loss=_, logits=_)"),
+        (Silent(a=1), "Silent{'a': _}"),
+        (OrderedDict(a={}), "OrderedDict{'a': {}}"),
+    ],
+)
+def test_described_when_nested_shows_containers_and_leaves_leaves_to_the_caller(value: Any, text: str) -> None:
+    assert described(value, lambda _: "_") == text
 
 
 LEAVES = st.one_of(st.builds(torch.tensor, st.integers(0, 9)), st.none(), st.integers(), st.text(max_size=2))

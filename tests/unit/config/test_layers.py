@@ -142,7 +142,6 @@ def test_read_file_when_a_foreign_value_means_not_used_then_is_dropped(tmp_path:
         ("fsdp_plugin", object(), "there are no plug-ins"),
         ("fsdp_offload_params", True, "keeping parameters on the CPU is not there yet"),
         ("deepspeed_plugin", object(), "DeepSpeed is not there yet"),
-        ("log_with", "wandb", "trackers are not there yet"),
         ("device_placement", False, "`prepare` always moves"),
         ("gradient_accumulation_plugin", object(), "here this is `gradient_accumulation_steps`"),
         ("debug", True, "here this is `check_collectives`"),

@@ -9,7 +9,7 @@ gradients are used.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -79,6 +79,12 @@ class DataParallel(DistributedDataParallel):
             ) from error
         # Also rank 0, which only sends, must not go on without the others.
         meeting.wait()
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], *arguments: Any, **options: Any) -> Any:
+        """Load a state under the model's own names, or under those of the wrapper."""
+        if any(name.startswith("module.") for name in state_dict):
+            return super().load_state_dict(state_dict, *arguments, **options)
+        return self.module.load_state_dict(state_dict, *arguments, **options)
 
     def __getstate__(self) -> dict[str, Any]:
         """Return what a copy is made from: it runs like any DDP model, and is not in the run."""
@@ -241,7 +247,7 @@ class _AddZeros(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *parameters: Tensor) -> Tensor:
         ctx.save_for_backward(*parameters)
-        return parameters[0].new_zeros(())
+        return parameters[0].new_zeros((), dtype=torch.float32)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:

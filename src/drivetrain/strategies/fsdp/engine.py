@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 from drivetrain.cluster.control import Call
 from drivetrain.cluster.meeting import Meeting
@@ -25,6 +25,7 @@ from drivetrain.errors import PrepareError, TrainingStepError
 from drivetrain.precision.autocast import as_float32
 from drivetrain.strategies.common import StrategyContext, class_name, forward_method
 from drivetrain.strategies.fsdp.gradients import scale_gradients
+from drivetrain.strategies.fsdp.watch import UnitWatch
 from drivetrain.strategies.units import Units
 
 
@@ -36,25 +37,39 @@ class FSDPEngine:
     """
 
     def __init__(
-        self, module: nn.Module, units: Units, context: StrategyContext, *, mesh: DeviceMesh, reshards: bool
+        self,
+        module: nn.Module,
+        units: Units,
+        context: StrategyContext,
+        *,
+        mesh: DeviceMesh,
+        reshards: bool,
+        watch: UnitWatch | None,
     ) -> None:
         self.module = module.to(context.device)
         self.prepared: nn.Module = module
         self._control = context.ranks.control
-        self._meeting = Meeting(context.ranks.control, device=context.device)
+        self._meeting = None if watch else Meeting(context.ranks.control, device=context.device)
         self._precision = context.precision
         self._is_dirty = False
         self._syncs: bool | None = None
         self._depth = 0
+        self._modes = contextlib.ExitStack()
+        self._is_broken = False
+        self._keeps_graph = False
         self._copy_from_rank_0()
         # Torch warns of that, at each start of most language models; here it is looked after.
         warnings.filterwarnings("ignore", message=rf"FSDP2-wrapped module \(FSDP{class_name(module)}\) returned a view")
         self._shard(units, mesh=mesh, reshards=reshards)
         self._sharded_modules = [part for part in module.modules() if isinstance(part, FSDPModule)]
-        states = [part._get_fsdp_state() for part in self._sharded_modules]
-        groups = [state._fsdp_param_group for state in states]
-        self._pieces: list[Any] = [piece for group in groups if group is not None for piece in group.fsdp_params]
+        names = {part: name for name, part in module.named_modules()}
+        groups = {names[part]: cast(Any, part._get_fsdp_state())._fsdp_param_group for part in self._sharded_modules}
+        groups = {name: group for name, group in groups.items() if group is not None}
+        self._pieces: list[Any] = [piece for group in groups.values() for piece in group.fsdp_params]
         self._handles = self._hook(units)
+        if watch is not None:
+            for name, group in groups.items():
+                watch.watch(group, name=name or class_name(module), keeps_graph=lambda: self._keeps_graph)
 
     # The engine protocol
 
@@ -70,6 +85,10 @@ class FSDPEngine:
         Torch forgets to spread where the output was a view and was changed in place: whole gradients are left then.
         """
         self._is_dirty = not self._syncs or any(_gradients_of(piece)[1] is not None for piece in self._pieces)
+
+    def break_off(self) -> None:
+        """Note that an exception has ended a backward."""
+        self._is_broken = True
 
     def synchronize(self) -> None:
         """Spread the gradients that backwards have left whole on this rank; collective if there are any."""
@@ -174,6 +193,12 @@ class FSDPEngine:
                     "spread over ranks",
                     hint="give it the shape (1,)",
                 )
+            if parameter.numel() == 0:
+                raise PrepareError(
+                    f"{name} of {class_name(self.module)} has no elements (shape {tuple(parameter.shape)}), and torch "
+                    "cannot spread it over ranks",
+                    hint="leave it out of the model",
+                )
             parameter.data = parameter.data.contiguous()
         if self._control.world_size > 1:
             for value in self.module.parameters():
@@ -209,8 +234,7 @@ class FSDPEngine:
                 owner = owners.setdefault(id(parameter), home)
                 if owner is not home:
                     raise PrepareError(
-                        f"{name} of {class_name(part)} is shared by two units, "
-                        f"{class_name(owner)} and {class_name(home)}",
+                        f"{name} of {class_name(part)} is shared by {self._named(owner)} and {self._named(home)}",
                         hint="name other classes as units, such that modules with shared weights lie in one or in none",
                     )
                 if dtypes.setdefault(home, parameter.dtype) != parameter.dtype:
@@ -219,6 +243,9 @@ class FSDPEngine:
                         f"({name} of {class_name(part)}), and is gathered as one piece",
                         hint="give all parameters of a unit one type, or name classes as units that have one each",
                     )
+
+    def _named(self, unit: nn.Module) -> str:
+        return "the rest of the model" if unit is self.module else class_name(unit)
 
     # Watching forwards
 
@@ -236,45 +263,51 @@ class FSDPEngine:
             if part is not self.module and part not in inside and next(part.parameters(recurse=False), None) is not None
         )
         handles += [part.register_forward_pre_hook(self._check_inside, prepend=True) for part in guarded]
-        return handles
+        return [*handles, self.module.register_load_state_dict_pre_hook(_cut_values)]
 
     def _enter_forward(self, module: nn.Module, inputs: tuple[Any, ...]) -> None:
         del module, inputs
         self._depth += 1
         if self._depth > 1:
             return
-        self._meeting.hold(Call.FORWARD)
+        if self._meeting is not None:
+            self._meeting.hold(Call.FORWARD)
         self._recover()
+        self._keeps_graph = torch.is_grad_enabled()
+        if torch.is_inference_mode_enabled():
+            # Torch keeps what it gathers into for later passes, which may need gradients.
+            self._modes.enter_context(torch.inference_mode(False))
+            self._modes.enter_context(torch.no_grad())
         for piece in self._pieces:
             # After a forward without a backward the model shows whole parameters, and the user has frozen those.
             if piece.sharded_state.name == "UNSHARDED":
                 piece.sharded_param.requires_grad_(piece._unsharded_param.requires_grad)
+        self._reshard()
 
     def _leave_forward(self, module: nn.Module, inputs: tuple[Any, ...], output: Any) -> Any:
         del module, inputs
         self._depth -= 1
-        self._meeting.end()
-        if self._depth == 0 and not torch.is_grad_enabled():
-            # Torch keeps parameters whole for the backward, and none comes.
-            for part in self._sharded_modules:
-                part.reshard()
+        if self._meeting is not None:
+            self._meeting.end()
+        if self._depth == 0:
+            if not torch.is_grad_enabled():
+                # Torch keeps parameters whole for the backward, and none comes.
+                self._reshard()
+            self._modes.close()
         return output if self._precision.compute_dtype is None else as_float32(output)
 
     def _recover(self) -> None:
-        """Bring torch's records in order after a forward that was broken off by an exception.
+        """Bring torch's records in order after a pass that was broken off by an exception; gradients stay."""
+        context = cast(Any, self._root._get_fsdp_state())._state_ctx
+        if self._is_broken or context.iter_forward_root is not None:
+            self._is_broken = False
+            with self.keep_gradients():
+                self._root.reset_iter_state()
 
-        Raises:
-            TrainingStepError: gradients of the open window would be lost with them.
-        """
-        if cast(Any, self._root._get_fsdp_state())._state_ctx.iter_forward_root is None:
-            return
-        if self._is_dirty:
-            raise TrainingStepError(
-                f"a forward of {class_name(self.module)} was broken off by an exception, and gradients of this window "
-                "cannot be kept",
-                hint="start again from the last checkpoint",
-            )
-        self._root.reset_iter_state()
+    def _reshard(self) -> None:
+        """Let go of whole parameters; they would be those of before a step."""
+        for part in self._sharded_modules:
+            part.reshard()
 
     def _check_inside(self, module: nn.Module, inputs: tuple[Any, ...]) -> None:
         del inputs
@@ -286,6 +319,17 @@ class FSDPEngine:
                 hint="call the model itself; to run another of its methods, use "
                 "accelerator.forward_method(model, 'name_of_the_method')",
             )
+
+
+def _cut_values(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: object) -> None:
+    """Put this rank's part in the place of each whole value that is loaded into a sharded parameter."""
+    for name, parameter in module.named_parameters(prefix=prefix.removesuffix("."), remove_duplicate=False):
+        value, own = state_dict.get(name), parameter.data
+        if not isinstance(own, DTensor) or not isinstance(value, Tensor) or isinstance(value, DTensor):
+            continue
+        if value.shape == own.shape:
+            whole = value.to(own.device)
+            state_dict[name] = distribute_tensor(whole, own.device_mesh, own.placements, src_data_rank=None)
 
 
 def _gradients_of(piece: Any) -> tuple[Tensor | None, Tensor | None, Tensor | None]:

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from types import MappingProxyType
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from drivetrain.config.section import EMPTY, Dropped, Section, Setting, StrategySpec
+from drivetrain.errors import Problem
+
+if TYPE_CHECKING:
+    from drivetrain.config.schema import CoreConfig
 
 
 class FSDPSettings(Section):
@@ -76,6 +80,17 @@ _ABSENT_VALUES: Mapping[tuple[str, str], str] = MappingProxyType(
     }
 )
 
+
+def _check(config: CoreConfig, _world_size: int | None) -> Iterator[Problem]:
+    settings = config.section(FSDPSettings)
+    if settings.auto_wrap_policy == "NO_WRAP" and settings.unit_names:
+        yield Problem(
+            path="fsdp_config.transformer_layer_cls_to_wrap",
+            message="this names blocks, and `fsdp_config.auto_wrap_policy` asks for none",
+            hint="leave one of the two out",
+        )
+
+
 SPEC = StrategySpec(
     name="fsdp",
     title="fully sharded data parallelism (FSDP2)",
@@ -87,5 +102,6 @@ SPEC = StrategySpec(
     implementation="drivetrain.strategies.fsdp.strategy:FSDPStrategy",
     flag="use_fsdp",
     absent=_ABSENT,
+    check=_check,
     absent_values=_ABSENT_VALUES,
 )

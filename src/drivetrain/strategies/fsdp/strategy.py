@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 from drivetrain.cluster.control import Call
 from drivetrain.cluster.log import say
 from drivetrain.cluster.meeting import Meeting
+from drivetrain.errors import PrepareError
 from drivetrain.protocols import Communication, Engine
 from drivetrain.strategies.common import (
     ReplicatedStepper,
@@ -30,12 +31,17 @@ from drivetrain.strategies.common import (
 from drivetrain.strategies.fsdp.engine import FSDPEngine
 from drivetrain.strategies.fsdp.gradients import clamp, clip_to, global_norm
 from drivetrain.strategies.fsdp.settings import FSDPSettings
+from drivetrain.strategies.fsdp.watch import UnitWatch
 from drivetrain.strategies.units import Units, find_units
 
 if TYPE_CHECKING:
     from drivetrain.config import RunConfig
 
 SHARD_AXIS = "dp_shard"
+
+# Torch has no rule for some of their operations, or gives other numbers (Muon).
+_NEED_WHOLE = frozenset({"Adafactor", "Muon", "Rprop"})
+_FUSED_NEED_WHOLE = frozenset({"Adagrad", "SGD"})
 
 
 class FSDPStepper(ReplicatedStepper):
@@ -67,7 +73,10 @@ class FSDPStrategy:
     def __init__(self, context: StrategyContext) -> None:
         self._context = context
         self._settings = context.config.section(FSDPSettings)
-        self._meeting = Meeting(context.ranks.control, device=context.device)
+        control = context.ranks.control
+        is_watched = context.config.check_collectives == "always" and context.device.type == "cpu"
+        self._watch = UnitWatch(control) if is_watched and control.world_size > 1 else None
+        self._meeting = None if self._watch else Meeting(control, device=context.device)
         self._mesh: DeviceMesh | None = None
         self._optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self._replaced: dict[int, tuple[weakref.ref[nn.Parameter], weakref.ref[nn.Parameter]]] = {}
@@ -83,13 +92,18 @@ class FSDPStrategy:
 
     def setup(self, models: Sequence[nn.Module], optimizers: Sequence[Optimizer]) -> Sequence[Engine]:
         """Shard models in place, as rank 0 has them, and point optimizers to the parts; collective."""
-        engines = [self._engine(model) for model in models]
+        engines = [self._engine(model, names) for model, names in self._named_units(models)]
         for optimizer in {*self._optimizers, *optimizers}:
             self._point_to_parts(optimizer)
         return engines
 
     def attach(self, optimizer: Optimizer) -> FSDPStepper:
-        """Prepare an optimizer, built before or after its models were sharded."""
+        """Prepare an optimizer, built before or after its models were sharded.
+
+        Raises:
+            PrepareError: its step needs whole parameters.
+        """
+        _check_elementwise(optimizer)
         self._point_to_parts(optimizer)
         self._optimizers.add(optimizer)
         return FSDPStepper(optimizer, self)
@@ -99,13 +113,20 @@ class FSDPStrategy:
     ) -> Sequence[Engine]:
         """Run the backward pass; every rank gathers and spreads in it, also where it contributes nothing."""
         sharded = [engine for engine in engines if isinstance(engine, FSDPEngine)]
-        self._meeting.hold(Call.BACKWARD)
+        if self._meeting is not None:
+            self._meeting.hold(Call.BACKWARD)
         with contextlib.ExitStack() as stack:
             if not contributes:
                 for engine in sharded:
                     stack.enter_context(engine.contribute_nothing())
-            reached = run_backward(loss, sharded, retain_graph=retain_graph)
-        self._meeting.end()
+            try:
+                reached = run_backward(loss, sharded, retain_graph=retain_graph)
+            except BaseException:
+                for engine in sharded:
+                    engine.break_off()
+                raise
+        if self._meeting is not None:
+            self._meeting.end()
         for engine in sharded:
             if engine in reached:
                 engine.after_backward()
@@ -135,15 +156,34 @@ class FSDPStrategy:
             parameters, norm_type=norm_type, control=self._context.ranks.control, device=self._context.device
         )
 
-    def _engine(self, model: nn.Module) -> FSDPEngine:
+    def _named_units(self, models: Sequence[nn.Module]) -> Iterator[tuple[nn.Module, Sequence[str]]]:
+        """Yield each model with the classes that are named for it; each must be in one of the models."""
+        classes = [{type(part).__name__ for part in model.modules()} for model in models]
+        nowhere = [name for name in self._settings.unit_names if not any(name in known for known in classes)]
+        for model, known in zip(models, classes, strict=True):
+            yield model, [name for name in self._settings.unit_names if name in known] + nowhere
+
+    def _engine(self, model: nn.Module, names: Sequence[str]) -> FSDPEngine:
         wraps = self._settings.auto_wrap_policy == "TRANSFORMER_BASED_WRAP"
-        units = find_units(model, self._settings.unit_names) if wraps else Units(modules=(), reason="NO_WRAP")
+        if not wraps:
+            units = Units(modules=(), reason="NO_WRAP")
+        elif self._settings.unit_names and not names:
+            units = Units(modules=(), reason="the blocks that are named are those of other models")
+        else:
+            units = find_units(model, names)
         if self._mesh is None:
             self._mesh = init_device_mesh(
                 self._context.device.type, (self._context.ranks.world_size,), mesh_dim_names=(SHARD_AXIS,)
             )
         former = dict(model.named_parameters())
-        engine = FSDPEngine(model, units, self._context, mesh=self._mesh, reshards=self._settings.reshard_after_forward)
+        engine = FSDPEngine(
+            model,
+            units,
+            self._context,
+            mesh=self._mesh,
+            reshards=self._settings.reshard_after_forward,
+            watch=self._watch,
+        )
         self.engines.add(engine)
         for name, part in model.named_parameters():
             self._replaced[id(former[name])] = weakref.ref(former[name]), weakref.ref(part)
@@ -169,6 +209,17 @@ class FSDPStrategy:
             return parameter
         found = part()
         return parameter if found is None else found
+
+
+def _check_elementwise(optimizer: Optimizer) -> None:
+    """Refuse an optimizer of torch's that cannot work on parts of parameters."""
+    name = type(optimizer).__name__
+    is_fused = any(group.get("fused") for group in optimizer.param_groups)
+    if name in _NEED_WHOLE or (is_fused and name in _FUSED_NEED_WHOLE):
+        raise PrepareError(
+            f"{name}{' with `fused=True`' if name not in _NEED_WHOLE else ''} does not work on sharded parameters",
+            hint="use AdamW, Adam or SGD" if name in _NEED_WHOLE else "leave `fused` out",
+        )
 
 
 def _ranks(count: int) -> str:
