@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from drivetrain import Accelerator
 from drivetrain.testing import ranks
+from scalar import whole
 
 SETTINGS = {"distributed_type": "FSDP", "cpu": True}
 SECONDS = 10.0
@@ -188,6 +189,25 @@ def test_ranks_when_they_part_ways_in_a_model_then_each_says_where_all_were(bran
         assert "\n  rank 1: " in message
 
 
+def mix_blocks_late() -> None:
+    with Accelerator(**SETTINGS) as accelerator:
+        run = Run(accelerator)
+        for _ in range(5):
+            run.step()
+        skip_unlike_blocks(run)
+        run.step()
+        run.step()
+
+
+def test_blocks_when_they_mix_after_many_updates_then_are_found_in_the_next_pass() -> None:
+    with pytest.raises(ranks.RanksFailed) as failed:
+        ranks.run(mix_blocks_late, ranks=2, timeout=SECONDS)
+    assert set(failed.value.exceptions) == {0, 1}
+    for kind, message in failed.value.exceptions.values():
+        assert kind == "RankMismatchError"
+        assert "different parts of a sharded model in the last pass" in message
+
+
 # What looks odd and is alike on all ranks
 
 
@@ -204,6 +224,43 @@ def look_in_inference_mode(run: Run) -> None:
         with torch.inference_mode():
             assert not run.model(rows_of(7)).requires_grad
         run.step()
+
+
+def look_and_read_after_the_step(run: Run) -> None:
+    for _ in range(2):
+        run.accelerator.backward(run.loss())
+        run.model(rows_of(7))
+        run.optimizer.step()
+        shown = {name: whole(value.detach()) for name, value in run.plain.named_parameters()}
+        state = run.accelerator.get_state_dict(run.model)
+        assert all(torch.equal(shown[name], state[name]) for name in shown)
+        run.optimizer.zero_grad()
+
+
+def follow_a_frozen_copy(run: Run) -> None:
+    target = run.accelerator.prepare(build().requires_grad_(False))
+    for _ in range(2):
+        assert not target(rows_of(7)).requires_grad
+        with torch.no_grad():
+            for value in target.parameters():
+                value.mul_(0.5)
+        run.step()
+    assert torch.allclose(
+        run.accelerator.get_state_dict(target)["heads.left.bias"], build().heads["left"].bias / 4, atol=1e-7
+    )
+
+
+def interrupt_a_forward(run: Run) -> None:
+    handle = run.plain.blocks[1].register_forward_pre_hook(interrupt)
+    with contextlib.suppress(KeyboardInterrupt):
+        run.loss()
+    handle.remove()
+    run.optimizer.zero_grad()
+    look_between(run)
+
+
+def interrupt(*_: object) -> None:
+    raise KeyboardInterrupt
 
 
 def break_off_a_backward(run: Run) -> None:
@@ -239,7 +296,15 @@ def trained(odd: Callable[[Run], None]) -> dict[str, Tensor]:
 @pytest.mark.parametrize("num_ranks", [1, 2])
 @pytest.mark.parametrize(
     "odd",
-    [look_between, look_in_inference_mode, break_off_a_backward, break_off_an_evaluation_inside_a_window],
+    [
+        look_between,
+        look_in_inference_mode,
+        look_and_read_after_the_step,
+        follow_a_frozen_copy,
+        interrupt_a_forward,
+        break_off_a_backward,
+        break_off_an_evaluation_inside_a_window,
+    ],
     ids=lambda odd: odd.__name__,
 )
 def test_weights_when_something_odd_is_done_on_all_ranks_then_are_those_of_plain_torch(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from contextlib import nullcontext
 from typing import Any
 
@@ -150,9 +151,8 @@ def test_loops_of_unlike_length_end_with_an_error_that_says_who_is_where(
     kind, message = failed.value.exceptions[1]
     assert kind == "RankMismatchError"
     assert f"rank 0: the end of the run after update {short}" in message
-    assert (
-        f"rank 1: update {short + 1}" in message
-        or f"rank 1: a pass through a sharded model after update {short}" in message
+    assert f"rank 1: update {short + 1}" in message or re.search(
+        rf"rank 1: a (forward|pass through a sharded model) after update {short}", message
     )
 
 

@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from drivetrain.cluster.control import Call
 from drivetrain.cluster.meeting import Meeting
+from drivetrain.cluster.tree import tensors_in
 from drivetrain.errors import PrepareError, TrainingStepError
 from drivetrain.precision.autocast import as_float32
 from drivetrain.strategies.common import StrategyContext, class_name, forward_method
@@ -49,6 +50,7 @@ class FSDPEngine:
         self.module = module.to(context.device)
         self.prepared: nn.Module = module
         self._control = context.ranks.control
+        self._watch = watch
         self._meeting = None if watch else Meeting(context.ranks.control, device=context.device)
         self._precision = context.precision
         self._is_dirty = False
@@ -66,6 +68,7 @@ class FSDPEngine:
         groups = {names[part]: cast(Any, part._get_fsdp_state())._fsdp_param_group for part in self._sharded_modules}
         groups = {name: group for name, group in groups.items() if group is not None}
         self._pieces: list[Any] = [piece for group in groups.values() for piece in group.fsdp_params]
+        self._trained = [bool(piece.sharded_param.requires_grad) for piece in self._pieces]
         self._handles = self._hook(units)
         if watch is not None:
             for name, group in groups.items():
@@ -75,6 +78,11 @@ class FSDPEngine:
 
     def begin(self, *, sync: bool) -> None:
         """Let the next backwards spread gradients, or not."""
+        if self._depth:
+            # No forward is on here: torch calls no hook at the end of one that an interrupt has ended.
+            self._depth = 0
+            self._is_broken = True
+            self._modes.close()
         if sync is not self._syncs:
             self._syncs = sync
             self._root.set_requires_gradient_sync(sync)
@@ -270,6 +278,8 @@ class FSDPEngine:
         self._depth += 1
         if self._depth > 1:
             return
+        if self._watch is not None:
+            self._watch.begin_pass(Call.FORWARD)
         if self._meeting is not None:
             self._meeting.hold(Call.FORWARD)
         self._recover()
@@ -278,11 +288,13 @@ class FSDPEngine:
             # Torch keeps what it gathers into for later passes, which may need gradients.
             self._modes.enter_context(torch.inference_mode(False))
             self._modes.enter_context(torch.no_grad())
-        for piece in self._pieces:
-            # After a forward without a backward the model shows whole parameters, and the user has frozen those.
-            if piece.sharded_state.name == "UNSHARDED":
-                piece.sharded_param.requires_grad_(piece._unsharded_param.requires_grad)
-        self._reshard()
+        for number, piece in enumerate(self._pieces):
+            # After a forward without a backward the model shows whole parameters: the user may have frozen those.
+            is_shown_whole = piece.sharded_state.name == "UNSHARDED"
+            if is_shown_whole and piece._unsharded_param.requires_grad is not self._trained[number]:
+                piece.sharded_param.requires_grad_(not self._trained[number])
+            self._trained[number] = piece.sharded_param.requires_grad
+        self.reshard()
 
     def _leave_forward(self, module: nn.Module, inputs: tuple[Any, ...], output: Any) -> Any:
         del module, inputs
@@ -290,9 +302,9 @@ class FSDPEngine:
         if self._meeting is not None:
             self._meeting.end()
         if self._depth == 0:
-            if not torch.is_grad_enabled():
+            if not any(tensor.requires_grad for tensor in tensors_in(output)):
                 # Torch keeps parameters whole for the backward, and none comes.
-                self._reshard()
+                self.reshard()
             self._modes.close()
         return output if self._precision.compute_dtype is None else as_float32(output)
 
@@ -304,8 +316,8 @@ class FSDPEngine:
             with self.keep_gradients():
                 self._root.reset_iter_state()
 
-    def _reshard(self) -> None:
-        """Let go of whole parameters; they would be those of before a step."""
+    def reshard(self) -> None:
+        """Let go of whole parameters; after a step they are those of before it."""
         for part in self._sharded_modules:
             part.reshard()
 

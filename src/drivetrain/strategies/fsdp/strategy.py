@@ -62,6 +62,12 @@ class FSDPStepper(ReplicatedStepper):
         for engine in self._strategy.engines:
             engine.drop_whole_gradients(self.parameters)
 
+    def step(self, *, found_inf: Tensor | None = None) -> None:
+        """Apply the gradients, unless `found_inf` is not zero."""
+        super().step(found_inf=found_inf)
+        for engine in self._strategy.engines:
+            engine.reshard()
+
     def grad_norm(self) -> Tensor:
         """Return the L2 norm of this optimizer's gradients over all ranks; collective."""
         return self._strategy.norm(self.parameters, norm_type=2.0)
@@ -113,6 +119,8 @@ class FSDPStrategy:
     ) -> Sequence[Engine]:
         """Run the backward pass; every rank gathers and spreads in it, also where it contributes nothing."""
         sharded = [engine for engine in engines if isinstance(engine, FSDPEngine)]
+        if self._watch is not None:
+            self._watch.begin_pass(Call.BACKWARD)
         if self._meeting is not None:
             self._meeting.hold(Call.BACKWARD)
         with contextlib.ExitStack() as stack:
