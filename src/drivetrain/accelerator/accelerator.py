@@ -430,8 +430,13 @@ class Accelerator(OverRanks, Tracking):
         if is_failing:
             # While the others still wait: whoever sees this rank gone fails, too, and would be the first to have ended.
             self._trackers.finish(is_failing=True)
-        self._ranks.close(is_failing=is_failing)
-        atexit.unregister(self._close_at_exit)
+        try:
+            self._ranks.close(is_failing=is_failing)
+        except BaseException:
+            self._trackers.finish(is_failing=True)
+            raise
+        finally:
+            atexit.unregister(self._close_at_exit)
         self._trackers.finish(is_failing=False)
 
     def _prepare_models(self, models: list[nn.Module], optimizers: list[Optimizer]) -> None:

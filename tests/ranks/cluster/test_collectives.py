@@ -5,13 +5,14 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
+from containers import Output, Scores
 from drivetrain import Accelerator
 from drivetrain.cluster.tree import map_tensors
 from drivetrain.errors import DrivetrainError
@@ -32,17 +33,6 @@ DTYPES = (
 COUNTS = (1, 2, 3, 4)
 EXAMPLES = [(11, 4, 2), (11, 4, 3), (1, 4, 4), (10, 4, 2), (8, 2, 4)]  # rows, batch size, ranks
 SECONDS = 5.0  # for an error to reach every rank, on a machine that does other things as well
-
-
-class Scores(NamedTuple):
-    values: Any
-    names: Any
-
-
-@dataclass
-class Output:
-    loss: Any
-    logits: Any = None
 
 
 def shapes(rank: int) -> dict[str, Tensor]:

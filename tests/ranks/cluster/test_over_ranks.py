@@ -7,29 +7,19 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+from containers import Output, Scores
 from drivetrain import Accelerator
 from drivetrain.cluster.tree import map_tensors
 from drivetrain.testing import ranks
 
 COUNTS = (1, 2, 3, 4)
 DTYPES = (torch.bool, torch.uint8, torch.int64, torch.bfloat16, torch.float16, torch.float64, torch.complex64)
-
-
-class Scores(NamedTuple):
-    values: Any
-    names: Any
-
-
-@dataclass
-class Output:
-    loss: Any
-    logits: Any = None
 
 
 def sent_by(rank: int) -> dict[str, Any]:
